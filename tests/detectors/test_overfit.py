@@ -1,6 +1,5 @@
 """Each small detector learns eight images of the built-in set by heart."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from aploss.evaluation.metrics import coco_metrics
 from aploss.evaluation.tables import DetectionTable
 
 STEPS = 40
-WARM_UP_STEPS = 10
-LEARNING_RATE = 3e-3
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +39,11 @@ def test_eight_images_are_learnt_by_heart(name: str, loss: str, dataset: Detecti
 
 
 def _train(detector: Detector, images: Tensor, targets: list) -> None:
-    optimizer = torch.optim.AdamW(detector.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-    for step in range(STEPS):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.02, cosine)
-        optimizer.param_groups[0]["lr"] = rate
+    optimizer = torch.optim.AdamW(detector.parameters(), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=STEPS, pct_start=0.25)
+    for _ in range(STEPS):
         optimizer.zero_grad()
         sum(detector(images, targets).values()).backward()
         torch.nn.utils.clip_grad_norm_(detector.parameters(), 1.0)
         optimizer.step()
+        schedule.step()

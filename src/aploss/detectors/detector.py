@@ -21,22 +21,12 @@ from torch import Tensor, nn
 from aploss.data.features import FeatureMaps
 from aploss.detectors.criterion import Criterion, check_options, describe_loss, make_loss
 from aploss.detectors.postprocess import Detections, postprocess
-from aploss.detectors.predict import (
-    ImageLike,
-    MultiScale,
-    Prediction,
-    detect_by_size,
-    evaluation_mode,
-    image_tensor,
-    make_prediction,
-)  # fmt: skip
+from aploss.detectors.predict import ImageLike, MultiScale, Prediction, evaluation_mode, predict_batch
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.evaluation import Calibration
 from aploss.losses.traits import traits_of
 from aploss.registry import Registry
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 MAX_CACHED_SIZES = 64  # of images whose anchors are kept
 Side = Annotated[int, msgspec.Meta(ge=1, le=16_384)]  # pixels
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -68,8 +58,8 @@ class Network:
     anchors: Callable[[int, int, Sequence[tuple[int, int]]], list[Tensor]]
     size_divisor: int = 1
     keeps_aspect_ratio: bool = True
-    image_mean: Sequence[float] = IMAGENET_MEAN
-    image_std: Sequence[float] = IMAGENET_STD
+    image_mean: Sequence[float] = (0.485, 0.456, 0.406)  # of ImageNet
+    image_std: Sequence[float] = (0.229, 0.224, 0.225)
     matching: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -205,12 +195,6 @@ class Detector(nn.Module):
 
     image_mean: Tensor
     image_std: Tensor
-    test_size: tuple[int, int]
-    score_threshold: float | None
-    topk_per_level: int
-    nms_iou: float
-    detections_per_image: int
-    channels_last: bool
 
     def __init__(
         self, *, name: str, class_names: Sequence[str], config: DetectorConfig, network: Network, criterion: Criterion
@@ -219,8 +203,12 @@ class Detector(nn.Module):
         self.name = name
         self.class_names = tuple(class_names)
         self.architecture = config
-        for setting in SETTINGS:
-            setattr(self, setting, getattr(config, setting))
+        self.test_size = config.test_size
+        self.score_threshold = config.score_threshold
+        self.topk_per_level = config.topk_per_level
+        self.nms_iou = config.nms_iou
+        self.detections_per_image = config.detections_per_image
+        self.channels_last = config.channels_last
         self.network = network
         self.backbone = network.backbone
         self.head = network.head
@@ -348,9 +336,7 @@ class Detector(nn.Module):
         remaining, predictions = iter(images), []
         with evaluation_mode(self):
             while chunk := list(islice(remaining, batch_size)):
-                tensors = [image_tensor(image) for image in chunk]
-                rows = zip(chunk, tensors, detect_by_size(self, tensors, multi_scale), strict=True)
-                predictions += [make_prediction(self, image, tensor, found, least) for image, tensor, found in rows]
+                predictions += predict_batch(self, chunk, least, multi_scale)
         return predictions
 
     def heads(self, images: Tensor | FeatureMaps) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakIdKeyDictionary
 from torchvision.ops import box_area, box_iou
+from torchvision.ops.boxes import _box_inter_union
 
 NEGATIVE = -1
 IGNORED = -2
@@ -140,7 +141,9 @@ def _by_kind(targets: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> tup
 
 def _in_groups(match: Match, boxes: Tensor, anchors: Tensor) -> Tensor:
     """Matches boxes [B, n, 4] a few images at a time, which bounds the memory."""
-    images = max(1, MAX_PAIRS // max(1, boxes.shape[1] * len(anchors)))
+    if boxes.shape[1] == 0 or len(anchors) == 0:
+        return torch.full((len(boxes), len(anchors)), NEGATIVE, device=anchors.device)
+    images = max(1, MAX_PAIRS // (boxes.shape[1] * len(anchors)))
     return torch.cat([match(boxes[start : start + images]) for start in range(0, len(boxes), images)])
 
 
@@ -155,8 +158,6 @@ def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negati
     Returns:
         int64 [B, A]: index of the object, ``NEGATIVE`` or ``IGNORED``.
     """
-    if boxes.shape[1] == 0 or len(anchors) == 0:
-        return torch.full((len(boxes), len(anchors)), NEGATIVE, device=anchors.device)
     overlaps: Tensor = box_iou(boxes.flatten(0, 1), anchors).view(*boxes.shape[:2], -1)  # [B, n, A]
     best_overlap, matches = overlaps.max(dim=1)
     matches = matches.masked_fill(best_overlap < positive_iou, IGNORED).masked_fill(
@@ -179,8 +180,6 @@ def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
         int64 [B, A] for boxes [B, n, 4]: index of the object, or ``NEGATIVE``.
     """
     anchors = torch.cat(list(levels))
-    if boxes.shape[1] == 0 or len(anchors) == 0:
-        return torch.full((len(boxes), len(anchors)), NEGATIVE, device=anchors.device)
     overlaps: Tensor = box_iou(boxes.flatten(0, 1), anchors).view(*boxes.shape[:2], -1)  # [B, n, A]
     candidates = _atss_candidates(boxes, levels)  # [B, n, C]
     found = overlaps.gather(2, candidates)
@@ -236,8 +235,6 @@ def _claims(overlaps: Tensor) -> Tensor:
 
 def _coverage(regions: Tensor, anchors: Tensor) -> Tensor:
     """The largest fraction of each anchor's area inside one of the regions [B, n, 4], float [B, A]."""
-    top_left = torch.maximum(regions[:, :, None, :2], anchors[:, :2])
-    bottom_right = torch.minimum(regions[:, :, None, 2:], anchors[:, 2:])
-    inside = (bottom_right - top_left).clamp(min=0).prod(dim=3)  # [B, n, A]
-    coverage: Tensor = inside.amax(dim=1) / box_area(anchors)
+    intersections, _ = _box_inter_union(regions.flatten(0, 1), anchors)  # [B x n, A]
+    coverage: Tensor = intersections.view(*regions.shape[:2], -1).amax(dim=1) / box_area(anchors)
     return coverage

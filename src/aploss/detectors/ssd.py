@@ -22,22 +22,14 @@ from torchvision.models.detection.ssdlite import SSDLiteFeatureExtractorMobileNe
 from torchvision.models.vgg import cfgs, make_layers
 from torchvision.ops import FrozenBatchNorm2d
 
-from aploss.detectors.detector import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    DetectorConfig,
-    Network,
-    Stages,
-    feature_shapes,
-    register_detector,
-)  # fmt: skip
+from aploss.detectors.detector import DetectorConfig, Network, Stages, feature_shapes, register_detector
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
 from aploss.errors import ConfigError, RunError
 
 NORMALISATIONS = {  # mean and standard deviation of images in [0, 1]
     # Caffe's VGG-16, on which SSD is based, was trained on pixels in 0..255 minus their mean.
     "caffe": ((0.48235, 0.45882, 0.40784), (1 / 255, 1 / 255, 1 / 255)),
-    "imagenet": (IMAGENET_MEAN, IMAGENET_STD),
+    "imagenet": (Network.image_mean, Network.image_std),
 }
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}
 VGG_FIRST_EXTRA = 23  # pool4 of VGG-16, the first layer of SSD's first extra block
@@ -316,12 +308,11 @@ def _vgg_features(trainable_stages: int, image_std: Sequence[float]) -> nn.Seque
     layers: nn.Sequential = make_layers(cfgs["D"], batch_norm=False)
     starts = [0, *(i for i, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d))][:5]
     first_trained = [*starts, len(layers)][len(starts) - trainable_stages]
-    convolutions = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)]
-    for index, layer in convolutions:
-        assert layer.bias is not None
+    for index in VGG_CONVOLUTIONS:
+        layer: Any = layers[index]
         nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(layer.bias)
         layer.requires_grad_(index >= first_trained)
     # The initialisation is for inputs of variance 1; the pixels in 0..255 of Caffe's weights are far larger.
-    convolutions[0][1].weight.data.mul_(image_std[0] / IMAGENET_STD[0])
+    layers.get_parameter("0.weight").data.mul_(image_std[0] / Network.image_std[0])
     return layers

@@ -23,7 +23,6 @@ from aploss.losses.traits import traits_of
 
 logger = logging.getLogger(__name__)
 
-NAMED_WEIGHTS = ("imagenet", "coco")
 BACKGROUND = "__background__"  # torchvision's name of column 0
 CLASS_LAYER = re.compile(r"head\.classification_head\.(cls_logits|module_list\.\d+(\.1)?)\.(weight|bias)")
 # torchvision's RetinaNet weights are from before version 0.12, when ReLUs were layers of the heads.
@@ -103,15 +102,12 @@ def load_weights(detector: Detector, weights: str | Path) -> LoadedWeights:
 def _find(detector: Detector, weights: str) -> _Source:
     if (state := detector.architecture.own_weights(weights)) is not None:
         return _Source(name=f"{weights} for {detector.name}", state=state)
-    if weights not in NAMED_WEIGHTS:
-        if not Path(weights).exists():
-            raise ConfigError(
-                f"weights {weights!r} do not exist: use {', '.join(NAMED_WEIGHTS)}, or the path of a file or run folder"
-            )
-        return _from_file(checkpoint_file(Path(weights)))
-    if weights not in detector.architecture.named_weights:
-        raise ConfigError(f"there are no {weights!r} weights for {detector.name}: omit weights, or use a file")
-    return _from_torchvision(get_weight(detector.architecture.named_weights[weights]))
+    if weights in (named := detector.architecture.named_weights):
+        return _from_torchvision(get_weight(named[weights]))
+    if not Path(weights).exists():
+        known = ", ".join([*named, "the path of a file or run folder"])
+        raise ConfigError(f"there are no weights {weights!r} for {detector.name}: use {known}")
+    return _from_file(checkpoint_file(Path(weights)))
 
 
 def _from_torchvision(entry: WeightsEnum) -> _Source:

@@ -28,8 +28,7 @@ from aploss.evaluation.tables import DetectionTable, read_detections, read_groun
 
 __all__ = [
     "COCO_IOUS", "HEADLINE_METRICS", "LOWER_IS_BETTER", "METRICS", "Calibration", "Curve", "DetectionTable",
-    "Matches", "Metrics", "OptimalLRP", "calibrate_detections",
-    "calibration_report", "coco_metrics", "expected_calibration_error", "fit_calibration", "match_detections",
-    "match_voc", "optimal_lrp", "precision_recall_curves", "read_detections", "read_ground_truth",
-    "voc_metrics",
+    "Matches", "Metrics", "OptimalLRP", "calibrate_detections", "calibration_report", "coco_metrics",
+    "expected_calibration_error", "fit_calibration", "match_detections", "match_voc", "optimal_lrp",
+    "precision_recall_curves", "read_detections", "read_ground_truth", "voc_metrics",
 ]  # fmt: skip

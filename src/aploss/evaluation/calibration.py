@@ -61,9 +61,7 @@ class Calibration:
         Different float32 scores give different float64 probabilities in the same order. Rounding to float32 may make
         some of them equal, so sort before rounding.
         """
-        values = np.asarray(scores, dtype=np.float64)
-        _check_range(values)
-        return np.asarray(np.interp(values, self.x, self.y))
+        return np.asarray(np.interp(_as_scores(scores), self.x, self.y))
 
     def to_dict(self) -> dict[str, list[float]]:
         """Returns the knots and thresholds as plain lists, for checkpoints and JSON."""
@@ -247,13 +245,14 @@ def _best_f1_threshold(scores: np.ndarray, correct: np.ndarray, objects: int) ->
 
 
 def _as_arrays(scores: Values, correct: Values) -> tuple[np.ndarray, np.ndarray]:
-    values, right = np.asarray(scores, dtype=np.float64), np.asarray(correct, dtype=np.float64)
+    values, right = _as_scores(scores), np.asarray(correct, dtype=np.float64)
     if values.ndim != 1 or values.shape != right.shape:
         raise DataError(f"{values.shape} scores and {right.shape} outcomes, expected [n] of both")
-    _check_range(values)
     return values, right
 
 
-def _check_range(scores: np.ndarray) -> None:
-    if scores.size and not (scores.min() >= 0 and scores.max() <= 1):
+def _as_scores(scores: Values) -> np.ndarray:
+    values = np.asarray(scores, dtype=np.float64)
+    if values.size and not (values.min() >= 0 and values.max() <= 1):
         raise DataError("calibration is for scores in [0, 1]; apply a sigmoid to logits first")
+    return values

@@ -105,14 +105,9 @@ def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> 
 def _matches(
     truth: Annotations, iou: float, pairs: _Pairs, close: np.ndarray, order: np.ndarray, *, reusable: np.ndarray
 ) -> Matches:
-    """Lets the detections take objects in turn.
+    """Lets the detections take objects in the given order.
 
-    Args:
-        truth, iou: see :class:`Matches`.
-        pairs: all pairs.
-        close: indices of the pairs that may match.
-        order: detections by descending score, int64 [n].
-        reusable: whether an object can take any number of detections, bool [g].
+    Only the pairs with the indices ``close`` may match; a ``reusable`` [g] object takes any number of detections.
     """
     rank = np.argsort(order)  # the inverse permutation
     detection, candidate = pairs.detections[close], pairs.objects[close]

@@ -40,8 +40,7 @@ COCO_AVERAGES = {
 }
 # The metrics that logs, reports, trackers and comparisons show: name → what it measures.
 METRICS = {name: average.meaning for name, average in COCO_AVERAGES.items() if average.kind == "precision"}
-METRICS["voc_AP50"] = "by the rules of Pascal VOC"
-METRICS["oLRP"] = "error at the best threshold, lower is better"
+METRICS |= {"voc_AP50": "by the rules of Pascal VOC", "oLRP": "error at the best threshold, lower is better"}
 LOWER_IS_BETTER = ("oLRP",)
 HEADLINE_METRICS = ("AP", "AP50", "AP75")  # where there is room for three
 COCO_IOUS = np.linspace(0.5, 0.95, 10)
@@ -131,9 +130,6 @@ def _make_metrics(
     return Metrics(**how, **counts, **averages[-1], per_class=per_class)  # type: ignore[arg-type]
 
 
-# --- COCO -------------------------------------------------------------------------------------
-
-
 def coco_metrics(
     ground_truth: Truth, detections: Detections, *, iou: float | None = None, max_detections: int = 100
 ) -> Metrics:
@@ -160,8 +156,7 @@ def coco_metrics(
         >>> round(coco_metrics(truth, found).AP, 3)  # IoU 0.8: right at 7 of the 10 IoUs
         0.7
     """
-    if iou is not None:
-        _check_iou(iou)
+    _check_iou(iou)
     if max_detections < 1:
         raise ConfigError(f"max_detections is {max_detections}, expected at least 1")
     truth, table = as_tables(ground_truth, detections)
@@ -178,8 +173,8 @@ def coco_metrics(
     return _make_metrics(truth, table, averages, metric="coco", iou="0.50:0.95" if iou is None else f"{iou:.2f}")
 
 
-def _check_iou(iou: float) -> None:
-    if not 0 < iou <= 1:
+def _check_iou(iou: float | None) -> None:
+    if iou is not None and not 0 < iou <= 1:
         raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
 
 
@@ -242,9 +237,6 @@ def _mean(values: np.ndarray | Sequence[float]) -> float:
     return float(known.mean()) if known.size else nan
 
 
-# --- Pascal VOC -------------------------------------------------------------------------------
-
-
 def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5) -> Metrics:
     """Computes average precision by the rules of the VOC development kit.
 
@@ -291,9 +283,6 @@ def _voc_average_precision(hits: np.ndarray, positives: int, year: int) -> float
         places = np.searchsorted(10 * found, np.arange(11) * positives, side="left")
         return float(np.append(best_from_here, 0.0)[places].sum() / 11)
     return float(best_from_here[np.asarray(hits, dtype=bool)].sum() / positives)
-
-
-# --- LRP --------------------------------------------------------------------------------------
 
 
 class OptimalLRP(NamedTuple):

@@ -58,10 +58,8 @@ class DetectionTable:
             for key in ("boxes", "scores", "labels")
         )
         counts, *others = (list(map(len, column)) for column in (scores, boxes, labels))
-        if others != [counts, counts]:
-            raise DataError("a prediction has different numbers of boxes, scores and labels")
-        if len(image_ids) != len(predictions):
-            raise DataError(f"{len(image_ids)} image ids for {len(predictions)} predictions")
+        if others != [counts, counts] or len(image_ids) != len(counts):
+            raise DataError("predictions need one image id each, and as many boxes as scores and labels")
         corners = np.concatenate([np.zeros((0, 4)), *(one.reshape(-1, 4) for one in boxes)])
         values = np.concatenate([[], *scores])
         if not (np.isfinite(corners).all() and np.isfinite(values).all()):
