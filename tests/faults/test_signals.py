@@ -33,7 +33,7 @@ Spawn = Callable[..., BaseProcess]
 GATE = """
 os.setsid()
 import io, pathlib, signal, time
-import aploss.training.evaluate, aploss.training.loop, aploss.training.step
+import aploss.training.loop, aploss.training.run, aploss.training.step
 gate, calls = pathlib.Path(values["gate"]), 0
 
 def wait():
@@ -68,7 +68,7 @@ if values["place"] == "training":
 elif values["place"] == "validation":
     gated(aploss.training.loop, "detect_split")
 elif values["place"] == "measuring":
-    gated(aploss.training.evaluate, "calibrate_detections")
+    gated(aploss.training.run, "calibrate_detections")
 else:
     save_at_once, torch.save = torch.save, save
 from aploss.cli.main import main

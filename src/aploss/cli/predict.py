@@ -1,20 +1,23 @@
 """``aploss predict``: detect objects in images with a trained run.
 
 Pictures with boxes go to ``pictures/`` in the output folder, detections in COCO's result format to ``detections.json``,
-and the images and classes that they refer to, to ``images.json``. The detections of each image are first appended to
-``unfinished.jsonl``, so that the same command resumes where it was stopped.
+and the images and classes that they refer to, to ``images.json``. The detections of each image are first kept in a file
+of ``unfinished/COMMAND/``, so that the same command resumes where it was stopped.
 """
 
+import hashlib
 import json
+import os
+import shutil
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from glob import glob
 from os.path import commonpath
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from PIL.Image import registered_extensions
 
@@ -30,7 +33,7 @@ from aploss.files import as_file_name, write_json, write_text, write_whole
 from aploss.progress import Progress
 from aploss.training.distributed import choose_device
 
-PICTURES, UNFINISHED = "pictures", "unfinished.jsonl"
+PICTURES, UNFINISHED = "pictures", "unfinished"
 DECIDING = ("images", "threshold", "multi_scale", "submission", "annotations")  # options that change results
 
 
@@ -38,11 +41,14 @@ def run_predict(options: Namespace) -> int:
     """Predicts batch by batch and writes the results; exit code 1 if some images could not be read."""
     if (options.submission == "coco") != (options.annotations is not None):
         raise ConfigError("--submission coco and --annotations FILE require each other")
-    command = {"run": _version(checkpoint.checkpoint_file(Path(options.run)))}
-    header = json.dumps(command | {key: getattr(options, key) for key in DECIDING}, default=str).encode() + b"\n"
-    out = options.out or _default_folder(options.run, header)
+    command = [_version(checkpoint.checkpoint_file(Path(options.run))), *(getattr(options, key) for key in DECIDING)]
+    digest = hashlib.sha256(json.dumps(command, default=str).encode()).hexdigest()[:16]
+    out = options.out or _default_folder(options.run, digest)
     images = find_images(options.images, exclude=out / PICTURES)
-    versions = {path: _version(path) for path in images}
+    unfinished = out / UNFINISHED / digest
+    for other in {*unfinished.parent.glob("*")} - {unfinished}:
+        raise RunError(f"{other} belongs to another command that was interrupted: finish it, or delete the folder")
+    rows = {path: unfinished / f"{_version(path)}.json" for path in images}
     detector = load_detector(options.run, options.device)
     ids = {path: number for number, path in enumerate(images, start=1)}
     category_ids = list(range(1, len(detector.class_names) + 1))
@@ -50,13 +56,12 @@ def run_predict(options: Namespace) -> int:
         ids, category_ids = _annotated_ids(options.annotations, images, detector.class_names)
     elif options.submission == "voc":
         _check_voc_names(images, detector.class_names)
-    places = _read_unfinished(out / UNFINISHED, header)
-    failures = _predict_missing(detector, versions, places, out, options)
-    found = {path: places[version] for path, version in versions.items() if version in places}
+    failures = _predict_missing(detector, rows, out, options)
+    found = {path: row for path, row in rows.items() if row.is_file()}
     objects = _write_results(out, found, ids, dict(zip(category_ids, detector.class_names, strict=True)))
     if options.submission == "voc":
         _write_voc_submission(out, found, detector.class_names)
-    (out / UNFINISHED).unlink()
+    shutil.rmtree(unfinished.parent, ignore_errors=True)  # it does not exist if no image could be read
     if not options.quiet:
         print(f"{objects} objects in {len(found)} images: {out}", flush=True)
     if failures:
@@ -64,19 +69,13 @@ def run_predict(options: Namespace) -> int:
     return int(bool(failures))
 
 
-def _predict_missing(
-    detector: Detector, versions: Mapping[Path, str], places: dict[str, int], out: Path, options: Namespace
-) -> list[str]:
-    """Predicts and draws the images without a row, and appends their rows; returns why images could not be read."""
-    todo = [path for path, version in versions.items() if version not in places]
+def _predict_missing(detector: Detector, rows: Mapping[Path, Path], out: Path, options: Namespace) -> list[str]:
+    """Predicts and draws the images whose file of detections is missing; returns why images could not be read."""
+    todo = [path for path, row in rows.items() if not row.is_file()]
     threshold = 0.0 if options.submission and options.threshold is None else options.threshold
     size, scales, failures = options.batch_size, MultiScale() if options.multi_scale else None, []
-    root = commonpath([path.resolve().parent for path in versions])
-    with (
-        Progress(quiet=options.quiet) as progress,
-        progress.task("predicting") as show,
-        (out / UNFINISHED).open("ab") as lines,
-    ):
+    root = commonpath([path.resolve().parent for path in rows])
+    with Progress(quiet=options.quiet) as progress, progress.task("predicting") as show:
         for start in range(0, len(todo), size):
             batch = {}
             for path in todo[start : start + size]:
@@ -92,11 +91,8 @@ def _predict_missing(
                     kind = registered_extensions().get(file.suffix.lower(), "JPEG")
                     write_whole(file, partial(picture.save, format=kind, quality=92))
                 columns = {name: getattr(one, name).tolist() for name in ("boxes", "scores", "labels")}
-                row = {"version": versions[path], "size": one.image_size, **columns}
-                places[versions[path]] = lines.tell()
-                lines.write(json.dumps(row).encode() + b"\n")
-                lines.flush()
-            show(len(versions) - len(todo) + start + len(batch), len(versions))
+                write_json(rows[path], {"size": one.image_size, **columns}, indent=None)
+            show(len(rows) - len(todo) + start + len(batch), len(rows))
     return failures
 
 
@@ -109,15 +105,11 @@ def load_detector(path: str, device: str) -> Detector:
     return checkpoint.load(path, device=choose_device(device))
 
 
-def _default_folder(run: str, header: bytes) -> Path:
+def _default_folder(run: str, digest: str) -> Path:
     """The first of runs/predict-RUN, runs/predict-RUN-2, ... that is free or holds this command unfinished."""
-
-    def is_free(out: Path) -> bool:
-        return not out.exists() or _belongs_to(out / UNFINISHED, header)
-
     folder = run_folder_of(run)
-    name = Path(run).stem if folder is None else folder.path.resolve().name
-    return free_folder(as_file_name(f"predict-{name}"), is_free)
+    name = as_file_name(f"predict-{Path(run).stem if folder is None else folder.path.resolve().name}")
+    return free_folder(name, lambda out: not out.exists() or (out / UNFINISHED / digest).exists())
 
 
 def find_images(arguments: Sequence[str], *, exclude: Path) -> list[Path]:
@@ -140,54 +132,14 @@ def find_images(arguments: Sequence[str], *, exclude: Path) -> list[Path]:
     return list(found)
 
 
-def _belongs_to(file: Path, header: bytes) -> bool:
-    """Whether the first line of a file is the header of this command."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as lines:
-        return lines.readline() == header
-
-
-def _read_unfinished(file: Path, header: bytes) -> dict[str, int]:
-    """Where the rows of the images are that this command has predicted so far: version → offset in the file.
-
-    Creates the file, and removes a row that a kill has cut. Raises RunError if it belongs to another command.
-    """
-    if not file.exists():
-        write_whole(file, lambda stream: stream.write(header))
-    if not _belongs_to(file, header):
-        raise RunError(f"{file} belongs to another command that was interrupted: finish it, or delete the file")
-    places, offset = {}, len(header)
-    with file.open("rb+") as lines:
-        lines.seek(offset)
-        for line in lines:
-            if not line.endswith(b"\n"):
-                lines.truncate(offset)
-                break
-            try:
-                places[json.loads(line)["version"]] = offset
-            except (ValueError, TypeError, KeyError):
-                raise RunError(f"{file} is damaged: delete it to start again") from None
-            offset += len(line)
-    return places
-
-
-def _read_rows(folder: Path, found: Mapping[Path, int]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The rows of images, one at a time: the detections of a large dataset do not fit into memory."""
-    with (folder / UNFINISHED).open("rb") as lines:
-        for path, offset in found.items():
-            lines.seek(offset)
-            yield path, json.loads(lines.readline())
-
-
 def _version(path: Path) -> str:
-    """Identifies a file and its content."""
+    """Identifies a file and its content, by path, size and time."""
     status = path.stat()
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
+    return hashlib.sha256(os.fsencode(f"{path} {status.st_size} {status.st_mtime_ns}")).hexdigest()[:32]
 
 
 def _write_results(
-    folder: Path, found: Mapping[Path, int], ids: Mapping[Path, int], categories: Mapping[int, str]
+    folder: Path, found: Mapping[Path, Path], ids: Mapping[Path, int], categories: Mapping[int, str]
 ) -> int:
     """Writes ``detections.json``, and ``images.json`` with the images and classes that its ids stand for.
 
@@ -198,7 +150,8 @@ def _write_results(
 
     def write(file: IO[bytes]) -> None:
         separator = b"["
-        for path, row in _read_rows(folder, found):
+        for path, source in found.items():  # one at a time: those of a large dataset do not fit into memory
+            row = json.loads(source.read_bytes())
             width, height = row["size"]
             images.append({"id": ids[path], "file_name": str(path), "width": width, "height": height})
             counts.append(len(row["scores"]))
@@ -246,10 +199,11 @@ def _check_voc_names(paths: Sequence[Path], class_names: Sequence[str]) -> None:
         raise DataError(f"a VOC submission cannot contain the names {listed(wrong)}")
 
 
-def _write_voc_submission(folder: Path, found: Mapping[Path, int], class_names: Sequence[str]) -> None:
+def _write_voc_submission(folder: Path, found: Mapping[Path, Path], class_names: Sequence[str]) -> None:
     """Writes ``comp4_det_test_CLASS.txt`` of each class: image, score and box, whose pixels count from 1."""
     lines: dict[str, list[str]] = {name: [] for name in class_names}
-    for path, row in _read_rows(folder, found):
+    for path, file in found.items():
+        row = json.loads(file.read_bytes())
         for label, score, (x1, y1, x2, y2) in zip(row["labels"], row["scores"], row["boxes"], strict=True):
             box = " ".join(f"{corner:.3f}" for corner in (x1 + 1, y1 + 1, x2, y2))
             lines[class_names[label]].append(f"{path.stem} {score:.9g} {box}\n")

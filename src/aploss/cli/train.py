@@ -9,6 +9,7 @@ import sys
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -173,11 +174,9 @@ def _add_shorthands(group: Any) -> None:
     lengths = group.add_mutually_exclusive_group()
     for unit in ("epochs", "steps"):
         lengths.add_argument(f"--{unit}", type=positive_int, metavar="N", help=f"length of the training in {unit}")
-    for option, key, metavar, text in (
-        ("--lr", "optimizer.learning_rate", "X", "peak learning rate"),
-        ("--batch-size", "batches.size", "N", "images per forward pass"),
-    ):
-        group.add_argument(option, dest=key, default=SUPPRESS, metavar=metavar, help=text)
+    add = partial(group.add_argument, default=SUPPRESS)
+    add("--lr", dest="optimizer.learning_rate", metavar="X", help="peak learning rate")
+    add("--batch-size", dest="batches.size", metavar="N", help="images per forward pass")
     size = "size of training images: 320, or 240x320 (height x width)"
     group.add_argument("--image-size", type=_image_size, metavar="SIZE", help=size)
 

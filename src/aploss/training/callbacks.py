@@ -8,16 +8,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from aploss.errors import ConfigError, require_packages
 from aploss.evaluation import HEADLINE_METRICS, METRICS
 from aploss.training.config import TrainConfig, config_fields
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Row = dict[str, Any]
 RowFunction = Callable[[Row], Any]
@@ -48,7 +46,7 @@ class Callback:
     def on_validation(self, row: Row) -> None:
         """A row of validation metrics was written, see :data:`aploss.evaluation.METRICS`."""
 
-    def on_picture(self, picture: "Image", step: int) -> None:
+    def on_picture(self, picture: Image.Image, step: int) -> None:
         """Detections were drawn on some validation images; only drawn if a callback overrides this."""
 
     def on_end(self, result: Row | None) -> None:
@@ -90,7 +88,7 @@ class Tracker(Callback):
 
     on_validation = on_log
 
-    def on_picture(self, picture: "Image", step: int) -> None:
+    def on_picture(self, picture: Image.Image, step: int) -> None:
         if hasattr(self._tracker, "log_images"):  # not all trackers have pictures
             options = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
             self._tracker.log_images({"validation/detections": np.asarray(picture)[None]}, step=step, **options)

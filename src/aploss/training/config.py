@@ -76,21 +76,15 @@ class _Settings:
 
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
-            kind = _hints(type(self), include_extras=True)[entry.name]  # type: ignore[arg-type]
             try:
-                converted = msgspec.convert(getattr(self, entry.name), kind, strict=False)
+                converted = msgspec.convert(getattr(self, entry.name), entry.type, strict=False)
             except msgspec.ValidationError as error:
-                choices = ", ".join(map(str, _choices(kind)))
+                choices = ", ".join(map(str, _choices(entry.type)))
                 self._refuse(entry.name, f"{error}; choose one of {choices}" if choices else str(error))
             object.__setattr__(self, entry.name, converted)
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(f"{self._group}{name} = {getattr(self, name)!r}: {reason}")
-
-
-@cache
-def _hints(config_type: type, *, include_extras: bool = False) -> dict[str, Any]:
-    return get_type_hints(config_type, include_extras=include_extras)
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -289,14 +283,14 @@ def config_fields() -> tuple[ConfigField, ...]:
 
 
 def _flat_fields(config_type: Any, group: str) -> Iterator[ConfigField]:
+    kinds = get_type_hints(config_type)  # without the ranges
     for entry in fields(config_type):
-        kind = _hints(config_type)[entry.name]
-        if is_dataclass(kind):
-            yield from _flat_fields(kind, entry.name)
+        if is_dataclass(entry.type):
+            yield from _flat_fields(entry.type, entry.name)
         else:
             key = f"{group}.{entry.name}" if group else entry.name
-            default = entry.default if entry.default is not MISSING else {}
-            yield ConfigField(key, kind, default, group, **entry.metadata)
+            default = {} if entry.default is MISSING else entry.default
+            yield ConfigField(key, kinds[entry.name], default, group, **entry.metadata)
 
 
 RESUMABLE_KEYS = tuple(entry.key for entry in config_fields() if entry.resumable)
@@ -381,31 +375,28 @@ def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
         where = f"{prefix[:-1]} must be" if prefix else "a config must be"
         raise ConfigError(f"{where} a mapping of keys to values, got {values!r}")
-    kinds = {entry.name: _hints(config_type)[entry.name] for entry in fields(config_type)}
-    for name in values:
+    kinds, given = {entry.name: entry.type for entry in fields(config_type)}, dict(values)
+    for name, value in values.items():
+        if not prefix and name in ("extends", "losses"):
+            raise ConfigError(f"{name!r} is only valid in a recipe: pass the file with --recipe")
         if name not in kinds:
-            if not prefix and name in ("extends", "losses"):
-                raise ConfigError(f"{name!r} is only valid in a recipe: pass the file with --recipe")
             key, known = f"{prefix}{name}", [prefix + one for one in kinds]
             hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
             raise ConfigError(f"unknown key {key!r}{hint}")
-    return config_type(
-        **{
-            name: _from_mapping(kinds[name], value, f"{name}.") if is_dataclass(kinds[name]) else value
-            for name, value in values.items()
-        }
-    )
+        if is_dataclass(kinds[name]):
+            given[name] = _from_mapping(kinds[name], value, f"{name}.")
+    return config_type(**given)
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
     """Converts a config to nested plain values, the content of ``config.yaml``."""
-    return _plain(asdict(config))  # type: ignore[no-any-return]
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        return [plain(entry) for entry in value] if isinstance(value, tuple | list) else value
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+    return plain(asdict(config))  # type: ignore[no-any-return]
 
 
 def differing_keys(first: TrainConfig, second: TrainConfig) -> list[str]:

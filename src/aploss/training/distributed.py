@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -118,28 +118,24 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
 
     With ``deterministic``, torch chooses algorithms that give the same bits in every run.
     """
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - third-party code draws from it
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    was_benchmarking = torch.backends.cudnn.benchmark
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
-            torch.manual_seed(seed)
-            if deterministic:
-                # Only a warning if a device lacks such an algorithm: training matters more.
-                torch.use_deterministic_algorithms(True, warn_only=True)
-                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-            torch.backends.cudnn.benchmark = not deterministic
-            yield
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
-        torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = was_benchmarking
-        random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002
+    filling: Any = torch.utils.deterministic
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, before[0], warn_only=before[1])
+        stack.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
+        stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - third-party code draws from it
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)
+        if deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)  # a device without such an algorithm trains, too
+            filling.fill_uninitialized_memory = False
+        cudnn.benchmark = not deterministic
+        yield
 
 
 # --- processes ---

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -62,8 +62,7 @@ class LoopState:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LoopState":
         """Validates the counters of an untrusted checkpoint; KeyError or ValueError for missing or invalid ones."""
-        older: dict[str, Any] = {"unreadable": {}, "processes": None, "data": None, "changes": []}
-        values = {**older, **values}
+        values = {"unreadable": {}, "processes": None, "data": None, "changes": [], **values}  # the first are newer
         return msgspec.convert({entry.name: values[entry.name] for entry in fields(cls)}, cls)
 
     def add_validation(self, metrics: dict[str, Any], metric: str) -> None:
@@ -77,38 +76,37 @@ class LoopState:
             self.validations_since_best += 1
 
 
+@dataclass(eq=False)
 class Loop:
     """Trains until the schedule, early stopping, a time limit or a signal ends it; only rank 0 writes."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        accelerator: Accelerator,
-        progress: Progress,
-        callbacks: Sequence[RowFunction],
-        data: RunData,
-        detector: Detector,
-    ) -> None:
-        self.folder, self.accelerator, self.progress, self.data = folder, accelerator, progress, data
+    config: TrainConfig
+    folder: RunFolder
+    accelerator: Accelerator
+    progress: Progress
+    callbacks: Sequence[RowFunction]
+    data: RunData
+    detector: InitVar[Detector]
+
+    def __post_init__(self, detector: Detector) -> None:
+        config, accelerator, data = self.config, self.accelerator, self.data
         self.is_main = accelerator.is_main_process
-        self.callbacks = callbacks if self.is_main else ()
-        self.started: list[Callback] = []
+        self.callbacks = self.callbacks if self.is_main else ()
+        self.started: list[Callback] = []  # of the callbacks
         self.state = LoopState()
         self.workers = choose_workers(config.batches.workers, accelerator.device, accelerator.num_processes)
-        self.batches = make_batches(config, data.train, detector, accelerator, progress, self.workers)
+        self.batches = make_batches(config, data.train, detector, accelerator, self.progress, self.workers)
         self.schedule = Schedule(config.schedule, self.batches.batches_per_epoch / config.batches.accumulate)
         self.total_steps = self.schedule.total_steps
         wanted, warmup = config.schedule.warmup_steps, self.schedule.warmup_steps
         if warmup < wanted:
-            progress.note(f"warmup    {warmup} steps, a tenth of the training, instead of {wanted}")
+            self.progress.note(f"warmup    {warmup} steps, a tenth of the training, instead of {wanted}")
         # The config states what runs, also in config.yaml.
         exact = replace(config.schedule, warmup_steps=warmup, exact_warmup=True)
         self.config = config = replace(config, schedule=exact)
         self.stepper = Stepper(
             config, detector, self.schedule, accelerator, lambda index: data.train.image_path(index).name
         )
-        self._detector_config = self.stepper.evaluated.config
         self._validate_every = self.schedule.steps(config.validation.every, config.validation.unit)
 
     def run(self, signals: StopSignals) -> None:
@@ -234,25 +232,18 @@ class Loop:
         images = state.window_steps * self.batches.batch_size * self.config.batches.accumulate
         means = {name: total / state.window_steps for name, total in state.window.items()}
         state.window, state.window_steps = {}, 0
-        self._add_row(
-            {
-                "kind": "train",
-                "step": state.step,
-                "epoch": self.epoch,
-                "loss": means["classification"] + means["box"],
-                **means,
-                "lr": self.stepper.optimizer.param_groups[0]["lr"],
-                "images_per_second": round(images / max(now - self._row_at, 1e-9), 2),
-                "seconds": round(state.seconds, 3),
-            }
-        )
+        row = {"loss": means["classification"] + means["box"], **means}
+        row["lr"] = self.stepper.optimizer.param_groups[0]["lr"]
+        row["images_per_second"] = round(images / max(now - self._row_at, 1e-9), 2)
+        self._add_row("train", {**row, "seconds": round(state.seconds, 3)})
         self._row_at = now
 
-    def _add_row(self, row: dict[str, Any]) -> None:
+    def _add_row(self, kind: str, values: dict[str, Any]) -> None:
+        row = {"kind": kind, "step": self.state.step, "epoch": self.epoch, **values}
         self._append(self.folder.metrics_file.name, row)
         for callback in self.callbacks:
             callback(row)
-        if row["kind"] == "validation":
+        if kind == "validation":
             self.progress.note(f"step {row['step']}/{self.total_steps}  {describe_row(row)}")
         else:
             self._show(row["step"], self.total_steps, describe_row(row))
@@ -298,11 +289,9 @@ class Loop:
         split.step = state.step
         metrics = on_main(self.accelerator, lambda: split.measure(split.detections, detector).as_dict())
         state.add_validation(metrics, settings.metric)
-        row = {"kind": "validation", "step": state.step, "epoch": self.epoch}
-        row["seconds"] = round(time.monotonic() - self._began, 3)
-        self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
-        listeners = [one for one in self.started if type(one).on_picture is not Callback.on_picture]
-        if listeners:
+        seconds = {"seconds": round(time.monotonic() - self._began, 3)}
+        self._add_row("validation", seconds | {name: metrics[name] for name in METRICS if name in metrics})
+        if listeners := [one for one in self.started if type(one).on_picture is not Callback.on_picture]:
             picture = draw_detections(split)
             for callback in listeners:
                 callback.on_picture(picture, state.step)
@@ -342,7 +331,7 @@ class Loop:
         training = TrainingState(
             loop=asdict(state), **self.stepper.state(), images=len(self.data.train), threads=torch.get_num_threads()
         )
-        last = Checkpoint(config=self._detector_config, weights=detector.state_dict(), training=training)
+        last = Checkpoint(config=detector.config, weights=detector.state_dict(), training=training)
         last.write(self.folder.last)
 
     def restore(self, checkpoint: Checkpoint | None, data: dict[str, dict[str, Any]]) -> None:

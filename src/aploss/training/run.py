@@ -1,12 +1,14 @@
-"""``train(config)``: a whole run from a config to a summary."""
+"""``train(config)``: a whole run from a config to a summary: training, calibration, evaluation and report."""
 
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -14,8 +16,15 @@ from aploss.data.formats import DataFormat
 from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
+from aploss.environment import describe_environment
 from aploss.errors import ConfigError, RunError
+from aploss.evaluation import METRICS
+from aploss.evaluation.calibration import calibrate_detections, calibration_report
+from aploss.evaluation.matching import precision_recall_curves
+from aploss.evaluation.metrics import voc_metrics
+from aploss.files import write_json
 from aploss.progress import Progress
+from aploss.reports.run_files import matches_document, read_json_lines
 from aploss.training.callbacks import RowFunction, make_tracker
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import (
@@ -29,10 +38,9 @@ from aploss.training.distributed import (
     start_accelerator,
     was_restarted,
 )
-from aploss.training.evaluate import evaluate_run
 from aploss.training.loop import Loop
 from aploss.training.run_folder import RunFolder, Summary, default_folder
-from aploss.training.splits import load_run_data
+from aploss.training.splits import RunData, Split, load_run_data
 
 WEIGHTS_LOGGER = logging.getLogger("aploss.detectors.weights")
 
@@ -99,7 +107,7 @@ def train(
         _print_overview(loop)
         try:
             loop.run(signals)
-            summary = evaluate_run(loop)
+            summary = _evaluate(loop)
         except BaseException:
             for callback in loop.started:
                 with suppress(Exception):  # the first error is the one to report
@@ -132,10 +140,7 @@ def _open_run(
 
     def claim() -> None:
         stack.enter_context(folder.locked())
-        if checkpoint is not None:
-            folder.reopen(loop.config)
-        elif not (resume and folder.exists):
-            folder.create(loop.config)
+        (folder.reopen if resume and folder.exists else folder.create)(loop.config)
 
     config, checkpoint = on_main(accelerator, read)
     if config.model.frozen_backbone and config.model.weights is None:
@@ -190,17 +195,9 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     """
     criterion = config.criterion
     own = {"loss_options": criterion.options, "box_weight": criterion.box_weight}
-    build: Any = partial(
-        build_detector,
-        config.detector,
-        class_names=class_names,
-        rank_over=criterion.rank_over,
-        assigner=criterion.assigner,
-        hard_boxes=criterion.hard_boxes,
-        box_loss=criterion.box_loss,
-        weights=config.model.weights,
-        **config.model.architecture,
-    )
+    shared = {name: getattr(criterion, name) for name in ("rank_over", "assigner", "hard_boxes", "box_loss")}
+    shared |= {"class_names": class_names, "weights": config.model.weights}
+    build: Any = partial(build_detector, config.detector, **shared, **config.model.architecture)
     try:
         torch.manual_seed(config.seed)
         detector: Detector = build(loss=config.loss, **own)
@@ -210,8 +207,107 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
             reference = build(loss=TrainConfig.loss).state_dict()
             WEIGHTS_LOGGER.disabled = is_quiet
             state = detector.state_dict()
-            shared = {key: value for key, value in reference.items() if state[key].shape == value.shape}
-            detector.load_state_dict({**state, **shared})
+            same = {key: value for key, value in reference.items() if state[key].shape == value.shape}
+            detector.load_state_dict({**state, **same})
     except TypeError as error:
         raise ConfigError(f"model.options: {error}") from error
     return detector
+
+
+# --- evaluation ---
+
+
+def _evaluate(loop: Loop) -> Summary:
+    """Calibrates and evaluates the final detector of a run; writes ``evaluation/``, the summary and the report.
+
+    The calibration and the drawing threshold are fitted on the validation split, measured on the evaluation split, and
+    stored in the evaluated checkpoint. All ranks run the detector; rank 0 writes.
+    """
+
+    def load_final() -> Checkpoint:
+        is_best = loop.config.evaluation.checkpoint == "best" and loop.folder.best.is_file()
+        return Checkpoint.read(loop.folder.best) if is_best else loop.folder.load_last()
+
+    chosen = on_main(loop.accelerator, load_final)
+    detector = chosen.detector().to(loop.accelerator.device)
+    for split in loop.data.splits:
+        if split.step != chosen.step:  # otherwise it was validated with the same weights
+            loop.detect(split, detector, f"evaluating on {split.name}")
+    return on_main(loop.accelerator, lambda: _measure(loop, chosen, detector))
+
+
+def _measure(loop: Loop, chosen: Checkpoint, detector: Detector) -> Summary:
+    from aploss.reports.run_report import write_run_report
+
+    config, folder, split, state = loop.config, loop.folder, loop.data.evaluation, loop.state
+    report = _calibrate(detector, loop.data)
+    chosen.with_calibration(detector).write(folder.last if chosen.training is not None else folder.best)
+    metrics: dict[str, Any] = {} if split is None else _write_evaluation(loop, detector, split, report)
+    after = report.get("after", {})
+    rows = read_json_lines(folder.metrics_file)
+    speeds = [speed for row in rows if isinstance(speed := row.get("images_per_second"), int | float)]
+    environment = describe_environment()
+    copied: dict[str, Any] = {name: metrics.get(name) for name in METRICS}
+    copied |= {name: getattr(config, name) for name in ("data", "detector", "loss", "seed")}
+    copied |= {name: environment[name] for name in ("command", "commit")}
+    summary = Summary(
+        folder=str(folder.path),
+        **copied,
+        split=None if split is None else split.name,
+        per_class=metrics.get("per_class", {}),
+        calibration_error=after.get("all", {}).get("expected_calibration_error"),
+        calibration_error_drawn=after.get("expected_calibration_error"),
+        calibration_split=report.get("measured_on"),
+        calibration_held_out=report.get("held_out"),
+        draw_threshold=detector.draw_threshold if report else None,
+        steps=state.step,
+        epochs=round(loop.epoch, 3),
+        best_step=chosen.step or 0,
+        stopped_by=str(state.stopped_by),
+        bad_steps=state.bad_steps,
+        minutes=round(state.seconds / 60, 3),
+        images_per_second=round(median(speeds), 2) if speeds else 0.0,
+        parameters=sum(parameter.numel() for parameter in detector.parameters()),
+        device=str(loop.accelerator.device),
+        processes=loop.accelerator.num_processes,
+        unreadable_images=state.unreadable,
+        resume_changes=state.changes,
+    )
+    write_json(folder.summary_file, asdict(summary))
+    write_run_report(folder.path, images=loop.data.train.root)
+    return summary
+
+
+def _calibrate(detector: Detector, data: RunData) -> dict[str, Any]:
+    """Calibrates the detector and chooses its threshold; returns the report on the evaluation split."""
+    fitted, measured = data.validation, data.evaluation
+    if fitted is None or measured is None:
+        return {}
+    calibration, threshold = calibrate_detections(fitted.truth, fitted.detections, matches=fitted.matches)
+    detector.calibration, detector.draw_threshold = calibration, threshold
+    report = calibration_report(measured.truth, measured.detections, calibration, threshold, matches=measured.matches)
+    names = {"fitted_on": fitted.name, "measured_on": measured.name}
+    return {**report, **names, "held_out": measured is not fitted}
+
+
+def _write_evaluation(loop: Loop, detector: Detector, split: Split, report: dict[str, Any]) -> dict[str, Any]:
+    """Computes the metrics of the evaluation split; writes them with detections, ground truth and matches."""
+    table, matches, coco = split.detections, split.matches, split.dataset.to_coco()
+    for index, image in enumerate(coco["images"]):
+        image["path"] = str(split.dataset.image_path(index).resolve())
+    metrics = split.measure(table, detector).as_dict()
+    curves = precision_recall_curves(split.truth, table, matches=matches)
+    metrics["precision_recall"] = {name: curve.as_dict() for name, curve in curves.items()}
+    documents: dict[str, Any] = {
+        "ground_truth": coco,
+        "detections": table.to_results(),
+        "metrics": {**metrics, "ignored_objects": split.ignored_objects},
+        "matches": matches_document(matches, [annotation["id"] for annotation in coco["annotations"]]),
+    }
+    if detector.calibration is not None:
+        scores = np.asarray(detector.calibration(table.scores)).tolist()
+        documents["calibration"] = {**report, "calibrated_scores": scores}
+    for name, document in documents.items():
+        write_json(loop.folder.evaluation / f"{name}.json", document, indent=None)
+    year = loop.config.evaluation.voc_year
+    return {**metrics, "voc_AP50": None if year is None else voc_metrics(split.truth, table, year=year).AP50}

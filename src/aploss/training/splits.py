@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,20 +42,19 @@ STRIDE = 32  # images are padded to multiples of it anyway
 DRAWN_IMAGES = 4
 
 
+@dataclass(eq=False)
 class Split:
-    """A dataset to evaluate on.
+    """A dataset to evaluate on."""
 
-    Attributes:
-        unreadable: images that were left out because they cannot be read: path → reason.
-        step, detections: of the weights that were last evaluated here.
-    """
+    dataset: DetectionDataset  # without the images that cannot be read
+    unreadable: dict[str, str] = field(default_factory=dict)  # path → reason
+    step: int | None = None  # of the weights that were last evaluated here
+    detections: DetectionTable = field(init=False)  # of these weights
 
-    detections: DetectionTable
-
-    def __init__(self, dataset: DetectionDataset) -> None:
-        self.dataset, self.name = dataset, dataset.split
-        self.unreadable: dict[str, str] = {}
-        self.step: int | None = None
+    @property
+    def name(self) -> str:
+        """The name of the split."""
+        return self.dataset.split
 
     @property
     def truth(self) -> Annotations:

@@ -159,6 +159,7 @@ class Stepper:
         name_of: Callable[[int], str],
     ) -> None:
         self.config, self.detector, self.schedule, self.accelerator = config, detector, schedule, accelerator
+        self._name_of = name_of
         freeze(detector, config.model.frozen)
         if config.model.frozen_backbone:
             detector.body().requires_grad_(False)
@@ -169,7 +170,6 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.precision == "float16")
         if accelerator.num_processes > 1 and config.criterion.rank_over_processes:
             self._rank_over_processes()
-        self._name_of = name_of
         self._model: nn.Module = accelerator.prepare_model(detector)
         self._trained = [p for p in detector.parameters() if p.requires_grad]
         # Frozen batch norm must not update its statistics either.
@@ -303,9 +303,7 @@ class Stepper:
         self.optimizer.load_state_dict(state.optimizer)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state.scaler)
-        if self.ema is None:
-            self.detector.load_state_dict(evaluated or {})
-        else:
+        self.evaluated.load_state_dict(evaluated or {})
+        if self.ema is not None:
             self.detector.load_state_dict(state.weights or {})
-            self.ema.detector.load_state_dict(evaluated or {})
             self.ema.steps.fill_(state.averaged_steps or 0)
