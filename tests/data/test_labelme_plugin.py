@@ -1,11 +1,10 @@
 """The example plugin for LabelMe files: loaded with --plugin, checked, read and converted."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tiny_runs import run_commands
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "labelme_plugin.py"
 # (label, kind, points) and the box worked out by hand; images are 64 x 48
@@ -28,19 +27,14 @@ def folder(tmp_path, picture) -> Path:
     return tmp_path / "set"
 
 
-def aploss(*words: object) -> subprocess.CompletedProcess:
-    """Runs a command in a process of its own: a plugin stays registered."""
-    command = [sys.executable, "-m", "aploss", *map(str, words), "--plugin", str(PLUGIN)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def test_shapes_give_the_boxes_that_enclose_them(folder, tmp_path):
-    checked = aploss("data", "check", folder, "--json")
+    plugin = ["--plugin", str(PLUGIN)]  # in processes of their own: a plugin stays registered
+    checked = run_commands(tmp_path, ["data", "check", "set", "--json", *plugin])
     assert checked.returncode == 1, checked.stderr
     result = json.loads(checked.stdout)
     assert (result["format"], result["class_names"], result["total"]["images"]) == ("labelme", ["cat", "dog"], 2)
     assert [(p["kind"], p["file"]) for p in result["problems"]] == [("bad-box", "train/a.json")]
-    converted = aploss("data", "convert", folder, "--to", "coco", "--out", tmp_path / "coco")
+    converted = run_commands(tmp_path, ["data", "convert", "set", "--to", "coco", "--out", "coco", *plugin])
     assert converted.returncode == 0, converted.stderr
     content = json.loads((tmp_path / "coco" / "annotations" / "instances_train.json").read_text())
     boxes = [[x, y, x + w, y + h] for x, y, w, h in (entry["bbox"] for entry in content["annotations"])]

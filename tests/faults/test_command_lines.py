@@ -1,9 +1,8 @@
 """Wrong command lines: one line that names the mistake, exit code 2, nothing written."""
 
+import io
 import json
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -161,10 +160,10 @@ def test_no_control_sequence_of_a_dataset_reaches_the_terminal(
 
 
 @pytest.mark.regression("33a370e")
-def test_output_in_another_encoding_has_escapes_in_place_of_missing_characters(hostile: Path) -> None:
+def test_output_in_another_encoding_has_escapes_in_place_of_missing_characters(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (hostile / "train.json").write_text((hostile / "train.json").read_text().replace("cell", "\u221a\u7d30\u80de"))
-    environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
-    words = [sys.executable, "-m", "aploss", "data", "check", str(hostile)]
-    done = subprocess.run(words, env=environment, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (1, b"")
-    assert rb"\u7d30" in done.stdout
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="cp1252", write_through=True))
+    assert main(["data", "check", str(hostile)]) == 1
+    assert rb"\u7d30" in sys.stdout.buffer.getvalue()

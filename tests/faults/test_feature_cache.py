@@ -1,13 +1,12 @@
 """The feature cache with damaged files, killed processes and passing read errors: never trained on, always repaired."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from processes import start_process
 from small_features import IMAGES, SIZE, augmented, contents, network, never, noisy_dataset, stored
 
 from aploss.data.annotations import DetectionDataset, Sample
@@ -114,17 +113,16 @@ def test_the_next_image_stands_in_for_one_that_cannot_be_read_until_it_can(datas
 
 
 KILLED = """
-import os, signal, sys, time
+import json, os, runpy, signal, time
 from pathlib import Path
 import numpy as np
-sys.path[:0] = sys.argv[1:3]
 from small_features import network, noisy_dataset, stored
-from test_feature_cache import BITS, damage
-folder, random, done = Path(sys.argv[3]), np.random.default_rng(0), set()
+test = runpy.run_path(values["file"])
+folder, random, done = Path(values["folder"]), np.random.default_rng(0), set()
 dataset = noisy_dataset(folder)
 
 def start(cache):
-    child = os.fork()  # one import for all
+    child = os.fork()
     if child == 0:
         stored(dataset, lambda images: (time.sleep(0.02), network(images))[1], views=8, cache=cache)
         os._exit(0)
@@ -143,8 +141,8 @@ while kills < 20:
     files = sorted((folder / "cache").rglob("*.features"))
     done.add(len(files))
     for file in random.permutation(files)[:4]:
-        damage(file, random.choice([*BITS, "zeros", "truncated"]))
-print(sorted(done))
+        test["damage"](file, random.choice([*test["BITS"], "zeros", "truncated"]))
+Path(log).write_text(json.dumps(sorted(done)))
 """
 
 
@@ -153,11 +151,10 @@ def test_a_computation_killed_20_times_leaves_no_wrong_file(
     tmp_path: Path, dataset: DetectionDataset, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("faults", 20)
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", KILLED, str(here), str(here.parent / "helpers"), str(tmp_path)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert killed.returncode == 0, killed.stderr
-    assert len(json.loads(killed.stdout)) > 1  # stopped at different moments
+    process = start_process(KILLED, log=tmp_path / "log", file=__file__, folder=str(tmp_path))
+    process.join()
+    assert process.exitcode == 0
+    assert len(json.loads((tmp_path / "log").read_text())) > 1  # stopped at different moments
     features = stored(dataset, views=8)
     expected = stored(dataset, views=8, cache=tmp_path / "undisturbed")
     for found, value in zip(contents(features), contents(expected), strict=True):

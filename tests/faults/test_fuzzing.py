@@ -26,7 +26,7 @@ from aploss.evaluation.tables import read_detections, read_ground_truth
 from aploss.reports.run_files import read_run
 from aploss.training.run_folder import RunFolder, Summary
 
-SECONDS, MOMENT = 45.0, 0.4
+SECONDS, MOMENT = 45.0, 0.2
 TOKENS = [
     b"null", b"true", b"-1", b"0", b"1e999", b"-1e308", b"NaN", b"Infinity", b"99999999999999999999", b"[]", b"{}",
     b'""', b"[[[[", b"}}", b"<", b"</a>", b"&x;", b"]]>", b"<!DOCTYPE a>", b"\0", b"\xff", b"\xed\xa0\x80", b"\\ud800",

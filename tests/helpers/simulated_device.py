@@ -1,9 +1,9 @@
 """A simulated GPU: what code would launch, read back and upload on a GPU, on a machine without one.
 
 Tensors on this device report ``cuda:0`` and hold their numbers on the CPU. Two modes of torch see every operation on
-them and log, with file and line of the package:
+them, count the kernels that it launches on a real GPU and the bytes that these read and write, and log, with file and
+line of the package:
 
-- kernels: how many an operation launches on a real GPU, and the bytes they read and write;
 - host reads: ``item``, ``tolist``, ``bool``, ``nonzero``, masks as index, copies to the CPU. Each waits until the GPU
   has finished all queued work;
 - uploads: tensors created from Python numbers or copied from the CPU.
@@ -18,12 +18,12 @@ Autograd works as usual::
 It cannot show how long kernels take on a real GPU, or whether they race.
 """
 
+import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import aploss
-
-__all__ = ["Counts", "Kernel", "SimulatedGPU", "SimulatedTensor", "Transfer", "measure", "move"]
 
 DEVICE = torch.device("cuda", 0)
 # In torch's C++ code the tensors are on "meta", the one device that autograd knows on every machine but that has no
@@ -65,33 +63,20 @@ _WAITING = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """An operation on the device.
-
-    Attributes:
-        launches: number of kernels on a real GPU.
-        bytes: read and written.
-        size: number of elements of its largest tensor.
-        float64: whether a tensor of that size is float64.
-        where: ``file:line`` of the package.
-    """
+class Transfer(NamedTuple):
+    """A copy between host and device, and the ``file:line`` of the package where it happens."""
 
     name: str
+    where: str
+
+
+class Counts(NamedTuple):
+    """Transfers, launches and bytes moved of one pass."""
+
+    host_reads: list[Transfer]
+    uploads: list[Transfer]
     launches: int
     bytes: int
-    size: int
-    float64: bool
-    where: str
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A copy between host and device; ``where`` as in :class:`Kernel`."""
-
-    name: str
-    bytes: int
-    where: str
 
 
 class SimulatedTensor(Tensor):
@@ -102,13 +87,9 @@ class SimulatedTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "SimulatedTensor":
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             device=_INSIDE,
-        )
+        )  # fmt: skip
         made.held = held
         return made
 
@@ -129,46 +110,31 @@ class SimulatedTensor(Tensor):
 class SimulatedGPU:
     """A context in which the device exists, and its log."""
 
-    current: "SimulatedGPU | None" = None
-
     def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-        self.host_reads: list[Transfer] = []
-        self.uploads: list[Transfer] = []
+        self.forget()
         self._stack = ExitStack()
 
     def __enter__(self) -> "SimulatedGPU":
         self._stack.enter_context(_DeviceArguments(self))
         self._stack.enter_context(_Operations(self))
-        SimulatedGPU.current = self
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
-        SimulatedGPU.current = None
 
     @staticmethod
     def tensor(values: Tensor) -> SimulatedTensor:
         """A copy of a CPU tensor on the device, which is not logged."""
         return SimulatedTensor(values.detach().clone())
 
-    def counts(self) -> "Counts":
-        return Counts(
-            host_reads=[f"{read.name} at {read.where}" for read in self.host_reads],
-            uploads=[f"{upload.name} at {upload.where}" for upload in self.uploads],
-            launches=sum(kernel.launches for kernel in self.kernels),
-            bytes=sum(kernel.bytes for kernel in self.kernels),
-        )
+    def counts(self) -> Counts:
+        return Counts(self.host_reads, self.uploads, self.launches, self.bytes)
 
     def forget(self) -> None:
         """Clears the log."""
-        for log in (self.kernels, self.host_reads, self.uploads):
-            log.clear()
-
-    def log(self, name: str, launches: int, moved: int, tensors: list[Tensor]) -> None:
-        size = max((tensor.numel() for tensor in tensors), default=0)
-        wide = any(t.dtype == torch.float64 and t.numel() == size for t in tensors)
-        self.kernels.append(Kernel(name, launches, moved, size, wide, _where()))
+        self.host_reads: list[Transfer] = []
+        self.uploads: list[Transfer] = []
+        self.launches = self.bytes = 0
 
 
 class _DeviceArguments(TorchFunctionMode):
@@ -188,12 +154,12 @@ class _DeviceArguments(TorchFunctionMode):
             args = (args[0], _inside(torch.device(args[1])), *args[2:])
         if name in ("tensor", "as_tensor") and kwargs.get("device") == _INSIDE:
             made = func(*args, **{**kwargs, "device": "cpu"})
-            self.gpu.uploads.append(Transfer(name, _bytes(made), _where()))
+            self.gpu.uploads.append(Transfer(name, _where()))
             return SimulatedTensor(made)
         if name in ("tolist", "numpy") and isinstance(args[0], SimulatedTensor):
             if name == "numpy":
                 raise TypeError("can't convert a tensor on the GPU to numpy")
-            self.gpu.host_reads.append(Transfer(name, _bytes(args[0]), _where()))
+            self.gpu.host_reads.append(Transfer(name, _where()))
             return args[0].held.tolist()
         return func(*args, **kwargs)
 
@@ -225,8 +191,8 @@ class _Operations(TorchDispatchMode):
         inputs = [x for x in pytree.tree_leaves((held_args, held_kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         if not (copied or func.is_view or name in _NO_KERNEL):
-            moved = _bytes_moved(name, inputs, outputs)
-            self.gpu.log(name, _LAUNCHES.get(name, 1), moved, inputs + outputs)
+            self.gpu.launches += _LAUNCHES.get(name, 1)
+            self.gpu.bytes += _bytes_moved(name, inputs, outputs)
         if result is None:
             return None
         if name.endswith("_") and isinstance(leaves[0], Tensor):
@@ -239,34 +205,20 @@ class _Operations(TorchDispatchMode):
         """Logs copies between host and device; returns whether the operation does nothing else."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         on_host = [t for t in tensors if not isinstance(t, SimulatedTensor)]
-        if name == "_to_copy" and not (simulated and on_gpu):
-            log = self.gpu.host_reads if simulated else self.gpu.uploads
-            log.append(Transfer("copy", _bytes(tensors[0]), _where()))
-            return True
-        if name == "copy_" and on_host:
-            log = self.gpu.host_reads if tensors[0] is on_host[0] else self.gpu.uploads
-            log.append(Transfer("copy", _bytes(tensors[0]), _where()))
+        if (name == "_to_copy" and not (simulated and on_gpu)) or (name == "copy_" and on_host):
+            is_read = simulated if name == "_to_copy" else tensors[0] is on_host[0]
+            (self.gpu.host_reads if is_read else self.gpu.uploads).append(Transfer("copy", _where()))
             return True
         masks = name in ("index", "index_put", "index_put_") and any(
             t.dtype in (torch.bool, torch.uint8) for t in tensors[1:2]
         )
         if name in _WAITING or masks:
-            self.gpu.host_reads.append(Transfer(name, 8, _where()))
+            self.gpu.host_reads.append(Transfer(name, _where()))
         if any(t.dim() for t in on_host):  # a scalar of the CPU travels with the launch
             if name not in ("index", "index_put", "index_put_"):
                 raise RuntimeError(f"{name}: tensors on the CPU and the GPU at {_where()}")
-            self.gpu.uploads.append(Transfer(name, sum(map(_bytes, on_host)), _where()))
+            self.gpu.uploads.append(Transfer(name, _where()))
         return name == "_local_scalar_dense"
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Transfers, launches and bytes moved of one pass."""
-
-    host_reads: list[str]
-    uploads: list[str]
-    launches: int
-    bytes: int
 
 
 def move(module: nn.Module, gpu: SimulatedGPU) -> None:
@@ -296,11 +248,8 @@ def _inside(device: torch.device) -> torch.device:
 
 def _bytes(tensor: Tensor) -> int:
     """Bytes that reading a tensor once moves; an expanded tensor holds less than its size."""
-    sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
-    elements = 1
-    for size in sizes:
-        elements *= size
-    return elements * tensor.element_size() if tensor.numel() else 0
+    sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
+    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
 
 def _bytes_moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
@@ -318,11 +267,5 @@ def _bytes_moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
 
 
 def _where() -> str:
-    for frame in _package_frames():
-        return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "?"
-
-
-def _package_frames() -> Iterator[traceback.FrameSummary]:
-    stack = traceback.extract_stack(limit=80)
-    return (frame for frame in reversed(stack) if frame.filename.startswith(_PACKAGE))
+    frames = [frame for frame in traceback.extract_stack(limit=80) if frame.filename.startswith(_PACKAGE)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
