@@ -97,6 +97,7 @@ class Loop:
         self.stepper = Stepper(
             config, detector, self.schedule, accelerator, lambda index: data.train.image_path(index).name
         )
+        self._detector_config = self.stepper.evaluated.config
         self._validate_every = self.schedule.steps(config.validation.every, config.validation.unit)
 
     def run(self, signals: StopSignals) -> None:
@@ -325,7 +326,7 @@ class Loop:
         training = TrainingState(
             loop=asdict(state), **self.stepper.state(), images=len(self.data.train), threads=torch.get_num_threads()
         )
-        last = Checkpoint(config=detector.config, weights=detector.state_dict(), training=training)
+        last = Checkpoint(config=self._detector_config, weights=detector.state_dict(), training=training)
         last.write(self.folder.last)
 
     def restore(self, checkpoint: Checkpoint | None, data: dict[str, dict[str, Any]]) -> None:
