@@ -1,6 +1,5 @@
 """The run folder: metrics that are cut back, the lock, and checkpoints that are damaged."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,10 +106,3 @@ def test_an_invalid_summary_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(RunError):
         Summary.read(tmp_path / "summary.json")
-
-
-def test_the_summary_of_an_older_version_is_read(finished_run: TrainConfig, tmp_path: Path) -> None:
-    values = json.loads((Path(str(finished_run.out)) / "summary.json").read_text())
-    del values["resume_changes"], values["oLRP"]
-    (tmp_path / "summary.json").write_text(json.dumps(values))
-    assert values["AP"] == Summary.read(tmp_path / "summary.json").AP

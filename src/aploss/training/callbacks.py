@@ -84,7 +84,8 @@ class Tracker(Callback):
             raise ConfigError(f"--tracker {self._name} cannot start: {type(error).__name__}: {error}") from error
 
     def on_log(self, row: Row) -> None:
-        self._tracker.log(curves(row), step=row["step"])
+        curves = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in SKIPPED}
+        self._tracker.log({f"{row['kind']}/{name}": value for name, value in curves.items()}, step=row["step"])
 
     on_validation = on_log
 
@@ -113,17 +114,6 @@ def make_tracker(name: str) -> list[Callback]:
         return []
     require_packages(name)
     return [Tracker(name)]
-
-
-def curves(row: Row) -> dict[str, float]:
-    """Returns the values of a row that are plotted over steps, as ``train/loss``.
-
-    Example:
-        >>> curves({"kind": "train", "step": 3, "loss": 0.5, "note": "x"})
-        {'train/loss': 0.5}
-    """
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in SKIPPED}
-    return {f"{row['kind']}/{name}": value for name, value in numbers.items()}
 
 
 def describe_row(row: Row) -> str:

@@ -65,16 +65,6 @@ class LoopState:
         values = {"unreadable": {}, "processes": None, "data": None, "changes": [], **values}  # the first are newer
         return msgspec.convert({entry.name: values[entry.name] for entry in fields(cls)}, cls)
 
-    def add_validation(self, metrics: dict[str, Any], metric: str) -> None:
-        """Records a validation and whether it is the best so far."""
-        self.validated_step = self.step
-        value = metrics[metric] or 0.0
-        if value > self.best_value:
-            self.best_value, self.best_step, self.best_metrics = value, self.step, metrics
-            self.validations_since_best = 0
-        else:
-            self.validations_since_best += 1
-
 
 @dataclass(eq=False)
 class Loop:
@@ -107,6 +97,7 @@ class Loop:
         self.stepper = Stepper(
             config, detector, self.schedule, accelerator, lambda index: data.train.image_path(index).name
         )
+        self._detector_config = self.stepper.evaluated.config
         self._validate_every = self.schedule.steps(config.validation.every, config.validation.unit)
 
     def run(self, signals: StopSignals) -> None:
@@ -288,7 +279,11 @@ class Loop:
         self.detect(split, detector, "validating")
         split.step = state.step
         metrics = on_main(self.accelerator, lambda: split.measure(split.detections, detector).as_dict())
-        state.add_validation(metrics, settings.metric)
+        state.validated_step = state.step
+        state.validations_since_best += 1
+        if (value := metrics[settings.metric] or 0.0) > state.best_value:
+            state.best_value, state.best_step, state.best_metrics = value, state.step, metrics
+            state.validations_since_best = 0
         seconds = {"seconds": round(time.monotonic() - self._began, 3)}
         self._add_row("validation", seconds | {name: metrics[name] for name in METRICS if name in metrics})
         if listeners := [one for one in self.started if type(one).on_picture is not Callback.on_picture]:
@@ -331,7 +326,7 @@ class Loop:
         training = TrainingState(
             loop=asdict(state), **self.stepper.state(), images=len(self.data.train), threads=torch.get_num_threads()
         )
-        last = Checkpoint(config=detector.config, weights=detector.state_dict(), training=training)
+        last = Checkpoint(config=self._detector_config, weights=detector.state_dict(), training=training)
         last.write(self.folder.last)
 
     def restore(self, checkpoint: Checkpoint | None, data: dict[str, dict[str, Any]]) -> None:
