@@ -71,7 +71,7 @@ FAULTS = [
      lambda folder: ((folder / "labels.txt").write_text("cat\ndog\n"),
                      replace(folder, XML, ">cat<", ">cta<"))),
     ("no XML for a listed image", "unreadable-annotation", XML, "voc", lambda folder: (folder / XML).unlink()),
-    ("NUL in a list", "unreadable-annotation", "Annotations/b\0.xml", "voc",
+    ("NUL in a list", "unreadable-annotation", r"Annotations/b\x00.xml", "voc",
      lambda folder: append(folder, "ImageSets/Main/train.txt", "b\0\n")),
     ("an image listed twice", "duplicate-image", XML, "voc",
      lambda folder: append(folder, "ImageSets/Main/train.txt", "a\n")),

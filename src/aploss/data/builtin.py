@@ -44,6 +44,7 @@ HUES = (0.58, 0.02, 0.33, 0.13, 0.80)  # typical hue of each class
 HUE_SHARE = 0.95  # of the objects have it; distractors use the hue of a random class
 TEXTURE_CONTRAST = 0.3  # between the two colours of a texture; 1 hides the shapes from small networks
 
+Counts = tuple[int, int, int]
 Generator = np.random.Generator
 Range = tuple[float, float]
 Floats = NDArray[np.floating[Any]]
@@ -59,7 +60,7 @@ def builtin_dataset(
     seed: int = 0,
     cache: str | Path | None = None,
     image_size: int = IMAGE_SIZE,
-    counts: tuple[int, int, int] = COUNTS,
+    counts: Counts = COUNTS,
 ) -> DetectionDataset:
     """Returns one split of the built-in dataset, drawn unless it is in the cache.
 
@@ -88,19 +89,14 @@ def builtin_dataset(
 
 
 def builtin_folder(
-    *,
-    seed: int = 0,
-    cache: str | Path | None = None,
-    image_size: int = IMAGE_SIZE,
-    counts: tuple[int, int, int] = COUNTS,
+    *, seed: int = 0, cache: str | Path | None = None, image_size: int = IMAGE_SIZE, counts: Counts = COUNTS
 ) -> Path:
     """The folder of the built-in dataset as COCO JSON and PNG; arguments and errors as in :func:`builtin_dataset`."""
     if seed < 0 or image_size < 32 or len(counts) != len(SPLITS) or min(counts) < 1:
         wrong = f"built-in dataset with seed {seed}, {image_size} pixels, counts {counts}"
         raise ConfigError(f"{wrong}: give at least 0, 32, and 1 for each of {', '.join(SPLITS)}")
     home = cache_folder() if cache is None else Path(cache)
-    sizes = "-".join(map(str, counts))
-    folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{sizes}"
+    folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{'-'.join(map(str, counts))}"
 
     def is_complete() -> bool:
         return all((folder / split).is_dir() for split in (*SPLITS, "annotations"))
@@ -131,7 +127,7 @@ def cache_folder() -> Path:
     return user_cache_path("aploss", appauthor=False)
 
 
-def _draw_folder(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]) -> None:
+def _draw_folder(folder: Path, seed: int, image_size: int, counts: Counts) -> None:
     """Draws all splits in a temporary folder, which replaces ``folder`` when it is complete."""
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
@@ -263,7 +259,11 @@ _OUTLINES: dict[str, Points] = {
 def _random_figure(generator: Generator, size: int, label: int | None) -> _Figure:
     """A rotated outline of random size and position, wholly inside the picture."""
     if label is None:
-        points = _distractor(generator)
+        if generator.random() < 0.5:
+            points = _OUTLINES["circle"] * [1.0, generator.uniform(0.42, 0.65)]  # an ellipse
+        else:
+            arm = generator.uniform(0.55, 0.85)  # an L: a square with one corner cut away
+            points = np.array([[0, 0], [arm, 0], [arm, 2 - arm], [2, 2 - arm], [2, 2], [0, 2]]) - 1.0
         sizes, angle = DISTRACTOR_SIZES, generator.uniform(0, 2 * np.pi)
         hue = HUES[int(generator.integers(len(HUES)))]
     else:
@@ -278,14 +278,6 @@ def _random_figure(generator: Generator, size: int, label: int | None) -> _Figur
     corner = generator.uniform(1, size - 1 - (high - low) * factor)
     hue = hue if generator.random() < HUE_SHARE else float(generator.random())
     return _Figure((points - low) * factor + corner, corner - low * factor, float(angle), extent, hue)
-
-
-def _distractor(generator: Generator) -> Points:
-    """An ellipse, or an L: a square with one corner cut away."""
-    if generator.random() < 0.5:
-        return _OUTLINES["circle"] * [1.0, generator.uniform(0.42, 0.65)]
-    arm = generator.uniform(0.55, 0.85)
-    return np.array([[0, 0], [arm, 0], [arm, 2 - arm], [2, 2 - arm], [2, 2], [0, 2]]) - 1.0
 
 
 # --- paint ---

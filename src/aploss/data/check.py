@@ -81,8 +81,7 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """0 if nothing is dropped or clipped, 1 if something is, 2 if the dataset or its training split is
-        unusable."""
+        """0 if nothing is dropped or clipped, 1 if something is, 2 if the dataset or the training split is unusable."""
         effects = {problem.effect for problem in self.problems}
         if Effect.REFUSED in effects or not self.total.boxes:
             return UNUSABLE

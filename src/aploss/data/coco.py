@@ -253,7 +253,7 @@ class CocoFormat(DataFormat):
     ) -> dict[int, int]:
         """Adds the images; returns id → index, or -1 for an image that cannot be used."""
         entries = read_entries(section, {CocoImage: "bad-image-entry"}, "images", report)
-        base = self._image_folder([entry.file_name for entry in list(entries.values())[:50]], split, file)
+        base = self._image_folder([one.file_name for one in list(entries.values())[:50] if one.file_name], split, file)
         index_of: dict[int, int] = {}
         for row, entry in entries.items():
             if entry.id in index_of:
@@ -267,7 +267,7 @@ class CocoFormat(DataFormat):
                 report("bad-image-entry", f"images[{row}]: image {entry.id} has no file_name")
         return index_of
 
-    def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
+    def _image_folder(self, names: Sequence[str], split: str, file: str) -> str:
         """The folder that contains most of these images."""
         parent = posixpath.dirname(file)
         places = (split, f"images/{split}", f"{split}/images", parent, posixpath.join(parent, "images"), "images", "")
@@ -278,8 +278,7 @@ class CocoFormat(DataFormat):
             except ProblemError:
                 return True  # the place is right; the problem is reported when the image is added
 
-        texts = [name for name in names if isinstance(name, str) and name]
-        return max(places, key=lambda base: sum(exists(name, base) for name in texts))
+        return max(places, key=lambda base: sum(exists(name, base) for name in names))
 
 
 def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:

@@ -116,12 +116,7 @@ class ProblemError(DataError):
 
 
 def summarise(problems: Iterable[Problem]) -> str:
-    """Counts problems by kind in one line, with the first files of each.
-
-    Example:
-        >>> summarise([Problem("degenerate-box", f"{i}.xml", "no width") for i in range(5)])
-        '5 degenerate-box (box dropped): 0.xml, 1.xml, 2.xml and 2 more'
-    """
+    """Counts problems by kind in one line, with the first files: ``5 degenerate-box (box dropped): 0.xml, ...``."""
     by_kind: dict[str, Counter[str]] = {}
     for problem in problems:
         by_kind.setdefault(problem.kind, Counter())[problem.file] += problem.count

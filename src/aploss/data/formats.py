@@ -1,17 +1,6 @@
 """Data formats: the interface, the registry, finding datasets, loading their splits and converting them.
 
-A format is a class whose instances are datasets on disk::
-
-    @register_format("csv")
-    class CsvFormat(DataFormat):
-        looked_for = "CSV (train.csv, val.csv)"
-
-        @classmethod
-        def find(cls, path): ...  # the dataset in a folder or file, or None if it has another format
-
-        def read(self, split, class_names): ...  # fill an AnnotationBuilder and return its dataset
-
-With ``--plugin csv_format.py``, every command accepts datasets of this format.
+A format is a subclass of :class:`DataFormat` whose instances are datasets on disk; docs/plugins.md shows an example.
 """
 
 import difflib
@@ -261,11 +250,12 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
     formats = all_formats()
     if format not in ("auto", *formats):
         raise DataError(f"unknown format '{format}'; choose one of {', '.join(['auto', *formats])}")
-    builtin = str(path) == "builtin"
-    if builtin:
+    if str(path) == "builtin":
         from aploss.data.builtin import builtin_folder
 
-        path, format = builtin_folder(), "coco"
+        builtin = find_source(builtin_folder(), format="coco")
+        builtin.name = "builtin"
+        return builtin
     path = Path(path).expanduser()
     if not path.exists():
         similar = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*")], n=1)
@@ -282,8 +272,6 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
         raise DataError(f"{path}: looks like {names}; choose the format (--format {source.format})")
     if not source.splits:
         raise DataError(f"{path}: the {source.format} dataset has no split (train, val, test)")
-    if builtin:
-        source.name = "builtin"
     return source
 
 

@@ -37,11 +37,7 @@ class ImageError(ProblemError):
 
 
 def read_sizes(path: str | Path) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(width, height) of an image, upright and as stored, without decoding it.
-
-    Raises:
-        ImageError: the file is missing, not an image, or has more than `MAX_PIXELS` pixels.
-    """
+    """(width, height) of an image, upright and as stored, without decoding it; ImageError as in :func:`read_image`."""
     with _opened(path) as image:
         return _upright_size(image), image.size
 

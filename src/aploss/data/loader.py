@@ -382,9 +382,7 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> Callable[[T
 class Augmentation(nn.Module):
     """Applies torchvision's transforms to plain tensors, and removes objects that vanish.
 
-    Args:
-        transforms: applied in sequence.
-        limit: images whose shorter side exceeds this many pixels are shrunk to it first; None for any size.
+    Images whose shorter side exceeds ``limit`` pixels are shrunk to it first.
     """
 
     def __init__(self, transforms: Sequence[nn.Module], limit: int | None) -> None:

@@ -189,8 +189,7 @@ class VocFormat(DataFormat):
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
-        """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``; see
-        :meth:`DataFormat.write`."""
+        """See :meth:`DataFormat.write`; ``Annotations``, ``ImageSets/Main`` with the splits, and ``labels.txt``."""
         lists, annotations = folder / "ImageSets" / "Main", folder / "Annotations"
         lists.mkdir(parents=True)
         annotations.mkdir()

@@ -122,8 +122,7 @@ class YoloFormat(DataFormat):
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
-        """Writes ``data.yaml``, a list of images for each split and one label file per image; see
-        :meth:`DataFormat.write`."""
+        """See :meth:`DataFormat.write`; ``data.yaml``, a list of images for each split, one label file per image."""
         (folder / "labels").mkdir()
         fresh = distinct(parts.values())
         for part in fresh:

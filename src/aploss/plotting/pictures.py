@@ -57,14 +57,10 @@ def draw_boxes(
         captions = [f"{name} {score:.2f}" for name, score in zip(captions, np.asarray(scores).tolist(), strict=True)]
     is_dashed = np.zeros(len(classes), bool) if dashed is None else np.asarray(dashed, bool)
     order = np.lexsort((np.zeros(len(classes)) if scores is None else np.asarray(scores), ~is_dashed))
-    corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * factor
-    return outline_boxes(
-        resize(picture, factor),
-        corners[order],
-        captions=[captions[row] for row in order],
-        colours=[class_colour(int(classes[row])) for row in order],
-        dashed=is_dashed[order].tolist(),
-    )
+    corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)[order] * factor
+    captions, colours = [captions[row] for row in order], [class_colour(int(classes[row])) for row in order]
+    dashes = is_dashed[order].tolist()
+    return outline_boxes(resize(picture, factor), corners, captions=captions, colours=colours, dashed=dashes)
 
 
 def outline_boxes(
@@ -73,17 +69,14 @@ def outline_boxes(
     """Draws boxes with arbitrary colours and captions on an RGB copy of a picture.
 
     Each line has a contrasting edge, so that it is visible on any background. Captions are placed above their box, or
-    inside it if there is no room, and always within the picture.
+    inside it if there is no room, and always within the picture. Boxes outside of it or not finite are not drawn.
 
     Args:
         image: picture in any mode.
-        boxes: [n, 4] xyxy in pixels of the picture; boxes outside of it or not finite are not drawn.
+        boxes: [n, 4] xyxy in pixels of the picture.
         captions: text of each box, empty for none.
         colours: colour of each box as ``#rrggbb``.
         dashed: whether each box has dashed lines, used for ground truth.
-
-    Raises:
-        ValueError: if the numbers of boxes, captions, colours and dashes differ.
     """
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     canvas = image.convert("RGB")  # always a copy
@@ -126,18 +119,16 @@ def contact_sheet(
     columns = math.ceil(math.sqrt(len(images)))
     fitted = [resize(image, tile / max(image.size)) for image in images]
     texts = captions or [""] * len(images)
-    rows = [range(k, min(k + columns, len(images))) for k in range(0, len(images), columns)]
-    heights = [max(fitted[k].height for k in row) for row in rows]
+    heights = [max(one.height for one in fitted[k : k + columns]) for k in range(0, len(images), columns)]
     line = 0 if captions is None else CAPTION + 8
-    size = (GAP + columns * (tile + GAP), GAP + sum(heights) + len(rows) * (line + GAP))
-    sheet, y = Image.new("RGB", size, PAPER), GAP
-    for row, height in zip(rows, heights, strict=True):
-        for column, k in enumerate(row):
-            x = GAP + column * (tile + GAP)
-            sheet.paste(fitted[k], (x + (tile - fitted[k].width) // 2, y + (height - fitted[k].height) // 2))
-            caption = _cut(texts[k], tile)
-            ImageDraw.Draw(sheet).text((x, y + height + 3), caption, fill=MUTED, font=_font(CAPTION))
-        y += height + line + GAP
+    size = (GAP + columns * (tile + GAP), GAP + sum(heights) + len(heights) * (line + GAP))
+    sheet = Image.new("RGB", size, PAPER)
+    for k, (picture, text) in enumerate(zip(fitted, texts, strict=True)):
+        row, column = divmod(k, columns)
+        x, y = GAP + column * (tile + GAP), GAP + sum(heights[:row]) + row * (line + GAP)
+        sheet.paste(picture, (x + (tile - picture.width) // 2, y + (heights[row] - picture.height) // 2))
+        caption_at = (x, y + heights[row] + 3)
+        ImageDraw.Draw(sheet).text(caption_at, _cut(text, tile), fill=MUTED, font=_font(CAPTION))
     return sheet
 
 
@@ -210,10 +201,9 @@ def _draw_caption(pen: ImageDraw.ImageDraw, box: np.ndarray, text: str, colour: 
 def _cut(caption: str, width: int) -> str:
     """The caption of a sheet on one line, cut to ``width`` pixels."""
     line = " ".join(caption.split())
-    length = len(line)
-    while length and _font(CAPTION).getlength(line[:length]) > width:
-        length -= 1
-    return line[:length]
+    while _font(CAPTION).getlength(line) > width:
+        line = line[:-1]
+    return line
 
 
 @lru_cache(maxsize=16)

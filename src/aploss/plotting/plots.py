@@ -201,12 +201,8 @@ def line_plot(
 def precision_recall_plot(curves: Mapping[str, Any], iou: float = 0.5) -> str:
     """Draws precision over recall of every class, with its average precision in the legend, and the mean.
 
-    If there are more classes than colours, only the three best and the three worst are named and coloured.
-
-    Args:
-        curves: class → an object with ``recall`` and ``precision``, such as :class:`aploss.evaluation.Curve`; all with
-            the same recall points.
-        iou: the IoU of the curves, for the title.
+    If there are more classes than colours, only the three best and the three worst are named and coloured. ``curves``
+    maps classes to objects such as :class:`aploss.evaluation.Curve`, all with the same recall points.
     """
     scores = {name: float(np.mean(curve.precision)) for name, curve in curves.items()}
     order = sorted(curves, key=lambda name: -scores[name])
