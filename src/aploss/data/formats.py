@@ -1,6 +1,6 @@
 """Data formats: the interface, the registry, finding datasets, loading their splits and converting them.
 
-A format is a subclass of :class:`DataFormat` whose instances are datasets on disk; docs/plugins.md shows how to add one.
+A format is a subclass of :class:`DataFormat` whose instances are datasets on disk; docs/plugins.md shows an example.
 """
 
 import difflib
@@ -253,9 +253,9 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
     if str(path) == "builtin":
         from aploss.data.builtin import builtin_folder
 
-        source = find_source(builtin_folder(), format="coco")
-        source.name = "builtin"
-        return source
+        builtin = find_source(builtin_folder(), format="coco")
+        builtin.name = "builtin"
+        return builtin
     path = Path(path).expanduser()
     if not path.exists():
         similar = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*")], n=1)

@@ -130,7 +130,7 @@ def make_evaluation_loader(
     _check_settings(len(dataset), batch_size)
     keys: list[Candidates] = [(None, [index]) for index in range(rank, len(dataset), world_size)]
     plan = [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
-    return _evaluation_batches(_load(dataset, plan, workers), skip_unreadable)
+    return _evaluation_batches(_read_batches(dataset, plan, workers), skip_unreadable)
 
 
 def _check_settings(images: int, batch_size: int) -> None:
@@ -201,7 +201,7 @@ class TrainingBatches:
 
     def _load(self, plan: Iterable[list[Candidates]]) -> Generator[Batch]:
         stacked = partial(_collate, stack=True)
-        for batch in _load(self.samples, plan, self.workers, collate_fn=stacked, pin_memory=self.pinned):
+        for batch in _read_batches(self.samples, plan, self.workers, collate_fn=stacked, pin_memory=self.pinned):
             self.unreadable.update(batch.unreadable)
             if len(batch.indices) < self.batch_size // self.world_size:
                 first, *more = batch.unreadable.values()
@@ -221,7 +221,7 @@ def _evaluation_batches(batches: Iterable[Batch], skip_unreadable: bool) -> Iter
         yield batch._replace(images=[image.float() / 255 for image in batch.images])
 
 
-def _load(
+def _read_batches(
     samples: "AugmentedSamples | DetectionDataset", plan: Iterable[list[Candidates]], workers: int, **options: Any
 ) -> Generator[Batch]:
     """The batches of a plan, with 8-bit images in a list; ``options`` are those of a DataLoader."""

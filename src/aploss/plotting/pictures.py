@@ -127,8 +127,7 @@ def contact_sheet(
         row, column = divmod(k, columns)
         x, y = GAP + column * (tile + GAP), GAP + sum(heights[:row]) + row * (line + GAP)
         sheet.paste(picture, (x + (tile - picture.width) // 2, y + (heights[row] - picture.height) // 2))
-        caption_at = (x, y + heights[row] + 3)
-        ImageDraw.Draw(sheet).text(caption_at, _cut(text, tile), fill=MUTED, font=_font(CAPTION))
+        ImageDraw.Draw(sheet).text((x, y + heights[row] + 3), _cut(text, tile), fill=MUTED, font=_font(CAPTION))
     return sheet
 
 

@@ -256,11 +256,6 @@ def thin_out(x: np.ndarray, y: np.ndarray, most: int = 200) -> tuple[np.ndarray,
 
 
 def shorten(text: str, most: int = 22) -> str:
-    """The text on one line, cut after ``most`` characters.
-
-    Example:
-        >>> shorten("a very long name of a class")
-        'a very long name of a…'
-    """
+    """The text on one line, cut after ``most`` characters."""
     line = " ".join(printable(text).split()) or "(no name)"
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
