@@ -224,7 +224,7 @@ def _resources(workers: Workers, device: str) -> tuple[int, float, int]:
         if wanted > present[kind]:
             option = f"--{kind.lower()}s-per-run"
             raise ConfigError(f"a run needs {wanted:g} {kind}s ({option}), but Ray has {present[kind]:g}")
-    return cpus, gpus, int(min(present[kind] // wanted for kind, wanted in needed.items()))
+    return cpus, gpus, int(min(present[kind] / wanted for kind, wanted in needed.items()))
 
 
 @contextmanager
