@@ -24,7 +24,6 @@ from aploss.losses.traits import LOSSES
 
 FORMAT = 1
 STEPPER_KEYS = ("optimizer", "scaler", "weights", "averaged_steps")
-RUN_KEYS = ("images", "threads")
 MAX_VALUES = 1_000_000  # in a file, apart from the numbers of its tensors
 
 
@@ -44,14 +43,14 @@ class TrainingState:
     def from_content(cls, content: dict[str, Any]) -> "TrainingState":
         """Reads the entry ``training`` of a file; KeyError for a missing key."""
         stepper = {key: content["stepper"][key] for key in STEPPER_KEYS}
-        run = {key: content[key] for key in RUN_KEYS}
-        others = {"stepper", *RUN_KEYS, "random", "image_names"}  # the last two are in files of older versions
-        return cls(loop={key: value for key, value in content.items() if key not in others}, **stepper, **run)
+        others = ("stepper", "images", "threads", "random", "image_names")  # the last two: in files of older versions
+        loop = {key: value for key, value in content.items() if key not in others}
+        return cls(loop=loop, images=content["images"], threads=content["threads"], **stepper)
 
     def to_content(self) -> dict[str, Any]:
         """The inverse of :meth:`from_content`."""
         stepper = {key: getattr(self, key) for key in STEPPER_KEYS}
-        return {**self.loop, "stepper": stepper, **{key: getattr(self, key) for key in RUN_KEYS}}
+        return {**self.loop, "stepper": stepper, "images": self.images, "threads": self.threads}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +80,7 @@ class Checkpoint:
     def from_content(cls, content: Any, source: Path) -> "Checkpoint | None":
         """Interprets the content of a torch file; None if it was not written by aploss.
 
-        Raises:
-            RunError: for an incomplete checkpoint, or one of an unknown format version.
+        Raises RunError for an incomplete checkpoint, or one of an unknown format version.
         """
         if not isinstance(content, Mapping) or "detector" not in content:
             return None
@@ -135,9 +133,8 @@ class Checkpoint:
     def detector(self) -> Detector:
         """Rebuilds the detector in evaluation mode; nothing but this checkpoint is read for it.
 
-        Raises:
-            RunError: for a detector or loss of a plugin that is not loaded, weights that do not fit or are not finite,
-                or any other invalid value.
+        Raises RunError for a detector or loss of a plugin that is not loaded, weights that do not fit or are not
+        finite, or any other invalid value.
         """
         with wrap_untrusted(self.source or "the checkpoint"):
             for kind, known in (("name", [*DETECTORS]), ("loss", [*LOSSES, CUSTOM])):
@@ -161,18 +158,16 @@ def _build_without_memory(config: dict[str, Any]) -> Detector:
     try:
         with torch.device("meta"):
             return build_detector(**config)
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, AplossError):
-            raise
-        return build_detector(**config)  # the network of a plugin that needs values while it is built
+    except AplossError:
+        raise
+    except RuntimeError:  # the network of a plugin that needs values while it is built
+        return build_detector(**config)
 
 
 def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
     """Rejects other names and shapes, and what torch would load silently: other dtypes and layouts, NaN and Inf.
 
-    Args:
-        detector: a detector without data, on the meta device; it takes over the weights.
-        state: the weights.
+    ``detector`` is one without data, on the meta device, and takes over the weights.
     """
     wanted = detector.state_dict()
     for name, own in wanted.items():
@@ -253,8 +248,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
 def read_torch_file(file: Path) -> Any:
     """Loads any torch file on the CPU with ``weights_only=True``.
 
-    Raises:
-        RunError: if the file is missing, damaged, or holds more than weights and plain values.
+    Raises RunError if the file is missing, damaged, or holds more than weights and plain values.
     """
     if not file.is_file():
         raise RunError(f"{file} does not exist")
@@ -270,27 +264,24 @@ def read_torch_file(file: Path) -> Any:
             f"{file} cannot be read as a torch file: it is another kind of file, damaged, or holds more than weights "
             "and plain values, which could run code"
         ) from error
-    for leaf in _leaves(content, file):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type == "cpu":
-            # A few bytes with stride 0 would grow to any size as soon as they are used.
-            stored = leaf.untyped_storage().nbytes()
-            if leaf.numel() * leaf.element_size() > stored:
-                raise RunError(f"{file}: a tensor of shape {list(leaf.shape)} has only {stored} bytes of data")
+    _check_sizes(content, file)
     return content
 
 
-def _leaves(content: Any, file: Path) -> Iterator[Any]:
-    """All values in nested containers; RunError for too many, which a few lists inside of each other can stand for."""
+def _check_sizes(content: Any, file: Path) -> None:
+    """Raises RunError for content that would grow: lists inside of each other, and tensors larger than their data."""
     count, stack = 0, [content]
     while stack:
         value = stack.pop()
-        if not isinstance(value, dict | list | tuple | set):
-            yield value
-            continue
-        count += len(value)
-        if count > MAX_VALUES:
-            raise RunError(f"{file} holds over {MAX_VALUES:,} values: it is not a checkpoint")
-        stack.extend(value.values() if isinstance(value, dict) else value)
+        if isinstance(value, dict | list | tuple | set):
+            count += len(value)
+            if count > MAX_VALUES:
+                raise RunError(f"{file} holds over {MAX_VALUES:,} values: it is not a checkpoint")
+            stack.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu":
+            stored = value.untyped_storage().nbytes()
+            if value.numel() * value.element_size() > stored:  # it has strides of 0
+                raise RunError(f"{file}: a tensor of shape {list(value.shape)} has only {stored} bytes of data")
 
 
 def checkpoint_file(path: Path) -> Path:

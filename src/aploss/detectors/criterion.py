@@ -19,7 +19,7 @@ from aploss.losses import NonFiniteScoresError, OtherProcessError
 from aploss.losses.traits import LOSSES, LossTraits, traits_of
 
 T = TypeVar("T")
-CAUSES: tuple[Literal["score", "target", "arguments"], ...] = ("score", "target", "arguments")
+CAUSES: tuple[Any, ...] = ("", "arguments", "target", "score")  # by priority; other processes learn the highest
 MIN_DIVISOR = 1e-12  # for sums over no positives, which are 0
 GROUP_DIMENSION = {"batch": None, "image": 0, "class": 2}  # of logits [B, A, K]: each entry is ranked separately
 MIN_IOU = 1e-6  # the target of a positive must be above 0, or it would count as negative
@@ -272,12 +272,12 @@ class Criterion(nn.Module):
         parts = classify() if loss_ranks_across else self._raise_on_all_ranks(logits.device, classify)
         if parts.localisation is not None:
             box = self._weighted(parts.localisation, parts.classification + parts.localisation)
-            return {"classification": parts.classification, "box": box}
-        weights = torch.ones_like(box_losses)
-        if traits.weight_boxes_by_score:
-            weights = logits.detach()[labels.images, labels.anchors, labels.positive_classes].float().sigmoid()
-        total_weight = self._all_reduce_mean(weights.sum()).clamp(min=MIN_DIVISOR)
-        box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
+        else:
+            weights = torch.ones_like(box_losses)
+            if traits.weight_boxes_by_score:
+                weights = logits.detach()[labels.images, labels.anchors, labels.positive_classes].float().sigmoid()
+            total_weight = self._all_reduce_mean(weights.sum()).clamp(min=MIN_DIVISOR)
+            box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
         return {"classification": parts.classification, "box": box}
 
     def label(self, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
@@ -302,8 +302,7 @@ class Criterion(nn.Module):
     def _box_losses(self, deltas: Tensor, anchors: Tensor, boxes: Tensor, decode: Callable[[], Tensor]) -> Tensor:
         """The loss of each positive, float32 [P], from its regression, anchor and ground truth box [P, 4]."""
         if self.box_loss == "giou":
-            box_losses: Tensor = generalized_box_iou_loss(decode(), boxes)
-            return box_losses
+            return generalized_box_iou_loss(decode(), boxes)  # type: ignore[no-any-return]
         wanted = BOX_CODER.encode_single(boxes, anchors)
         if self.box_loss == "paper-smooth-l1":
             return F.smooth_l1_loss(deltas, wanted, reduction="none").mean(dim=1)
@@ -329,20 +328,18 @@ class Criterion(nn.Module):
         """
         if self.process_group is None:
             return compute()
-        failures = torch.zeros(len(CAUSES), device=device)
-        result, problem = None, None
+        result, problem, cause = None, None, ""
         try:
             result = compute()
         except ValueError as error:
-            problem = error
-            is_score, is_target = isinstance(error, NonFiniteScoresError), isinstance(error, DataError)
-            failures[CAUSES.index("score" if is_score else "target" if is_target else "arguments")] = 1
-        dist.all_reduce(failures, group=self.process_group)
+            kinds = {NonFiniteScoresError: "score", DataError: "target"}
+            problem, cause = error, kinds.get(type(error), "arguments")
+        index = torch.tensor(CAUSES.index(cause), device=device)
+        dist.all_reduce(index, op=dist.ReduceOp.MAX, group=self.process_group)
         if problem is not None:
             raise problem
-        for cause, processes in zip(CAUSES, failures.tolist(), strict=True):
-            if processes:
-                raise OtherProcessError(cause)
+        if index:
+            raise OtherProcessError(CAUSES[int(index)])
         return result  # type: ignore[return-value]  # nothing was raised here
 
     def _check_targets(self, batch_size: int, targets: Sequence[Mapping[str, Tensor]]) -> None:
@@ -361,10 +358,8 @@ class Criterion(nn.Module):
             check_choice(option, getattr(self, option), get_args(literal))
         traits = traits_of(self.loss)
         label = traits.label or type(self.loss).__name__
-        if self.rank_over != "batch" and not traits.groups:
+        if self.rank_over != "batch" and not (traits.groups and getattr(self.loss, "groups", None) is None):
             raise ConfigError(f"{label} cannot rank each {self.rank_over} separately: use rank_over='batch'")
-        if self.rank_over != "batch" and getattr(self.loss, "groups", None) is not None:
-            raise ConfigError(f"{label} has groups of its own: use rank_over='batch'")
         weight, low, high = self.box_weight, self.negative_iou, self.positive_iou
         if weight != "balanced" and not (isinstance(weight, int | float) and weight >= 0):
             raise ConfigError(f"box_weight must be a number >= 0 or 'balanced', got {weight!r}")

@@ -103,15 +103,12 @@ class OnnxDetector(Detector):
                 f"the exported model takes images of {self.test_size[1]}x{self.test_size[0]} pixels only, not "
                 f"{width}x{height}: export it with another size"
             )
-        with wrap_untrusted(self._path):
-            logits, deltas = _run(self._session, images)
         anchors = sum(map(len, self.anchors_for(height, width)))
         columns = len(self.class_names) + self.uses_softmax
-        if logits.shape != (count, anchors, columns) or deltas.shape != (count, anchors, 4):
-            raise RunError(
-                f"{self._path} computes logits {list(logits.shape)} and deltas {list(deltas.shape)}, but its metadata "
-                f"describe {[count, anchors, columns]} and {[count, anchors, 4]}: it is damaged or was changed"
-            )
+        with wrap_untrusted(self._path):
+            logits, deltas = _run(self._session, images)
+            if logits.shape != (count, anchors, columns) or deltas.shape != (count, anchors, 4):
+                raise RunError("its outputs do not have the shapes its metadata describe: it is damaged or was changed")
         return logits, deltas
 
 
@@ -160,26 +157,29 @@ def _tensors(message: Any) -> Iterator[Any]:
 def _onnx_model(detector: Detector) -> bytes:
     detector.forward = detector.heads  # type: ignore[method-assign, assignment]  # of this copy
     dynamic = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # its other messages are for developers of the exporter
-    try:
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            program = torch.onnx.export(
-                detector,
-                (_example(detector),),
-                dynamo=True,
-                verbose=False,
-                input_names=[INPUT],
-                output_names=list(OUTPUTS),
-                dynamic_shapes={INPUT: dict.fromkeys(dynamic, torch.export.Dim.DYNAMIC)},
-            )
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # its other messages are for developers of the exporter
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        program = torch.onnx.export(
+            detector,
+            (_example(detector),),
+            dynamo=True,
+            verbose=False,
+            input_names=[INPUT],
+            output_names=list(OUTPUTS),
+            dynamic_shapes={INPUT: dict.fromkeys(dynamic, torch.export.Dim.DYNAMIC)},
+        )
     assert program is not None
     model = program.model_proto
-    for key, value in _metadata(detector).items():
-        model.metadata_props.add(key=key, value=value)
+    record = Checkpoint.of(detector)
+    values = {  # everything besides the graph that detection needs
+        **{key: getattr(detector, key) for key in ("class_names", "test_size", "keeps_aspect_ratio", "size_divisor")},
+        **{key: getattr(record, key) for key in ("calibration", "draw_threshold", "config")},
+        "scores": "softmax" if detector.uses_softmax else "sigmoid",
+        "box_code": BOX_CODER.weights,
+    }
+    texts = {key: json.dumps(value) for key, value in values.items()}
+    for key, text in {"aploss_format": FORMAT, "about": ABOUT, **texts}.items():
+        model.metadata_props.add(key=key, value=text)
     return bytes(model.SerializeToString())
 
 
@@ -189,18 +189,6 @@ def _example(detector: Detector) -> Tensor:
     if detector.keeps_aspect_ratio:  # different sides with several cells on the last level, but small
         sides = (4 * detector.size_divisor, 5 * detector.size_divisor)
     return torch.rand(2, 3, *sides, generator=torch.Generator().manual_seed(0))
-
-
-def _metadata(detector: Detector) -> dict[str, str]:
-    """Everything besides the graph that detection needs, each value as JSON."""
-    record = Checkpoint.of(detector)
-    values = {
-        **{key: getattr(detector, key) for key in ("class_names", "test_size", "keeps_aspect_ratio", "size_divisor")},
-        **{key: getattr(record, key) for key in ("calibration", "draw_threshold", "config")},
-        "scores": "softmax" if detector.uses_softmax else "sigmoid",
-        "box_code": BOX_CODER.weights,
-    }
-    return {"aploss_format": FORMAT, "about": ABOUT, **{key: json.dumps(value) for key, value in values.items()}}
 
 
 def _compare(detector: Detector, session: Any) -> None:
