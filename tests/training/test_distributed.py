@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from short_detector import double
-from tiny_runs import assert_equal, edit_annotations, keep_objects, outcome, start_two
+from tiny_runs import WITHOUT_PAGES, assert_equal, edit_annotations, keep_objects, outcome, start_two
 
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError
@@ -255,7 +255,7 @@ assert own.mixed_precision == "bf16" and own.native_amp
 
 # --- started by a launcher ---
 
-PLUGIN = """
+PLUGIN = f"""{WITHOUT_PAGES}
 import os, signal
 import aploss.training.run as run
 from short_detector import double, register_short_detector
@@ -283,7 +283,8 @@ def run_launcher(launcher: list[str], config: TrainConfig, folder: Path, **envir
     """Runs ``aploss train`` in two processes; returns what they print."""
     (folder / "plugin.py").write_text(PLUGIN)
     (folder / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
-    words = ["-m", "aploss", "train", "--quiet", "--plugin", "plugin.py", "--recipe", "config.yaml"]
+    words = ["-m", "aploss", "train", "--quiet", "--tracker", "none", "--plugin", "plugin.py"]
+    words += ["--recipe", "config.yaml"]
     helpers = str(Path(__file__).parents[1] / "helpers")
     path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
