@@ -17,10 +17,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Files that take longest, first, so that no process has one of them left when the others are done. The first two go to
 # different processes: one compiles the losses for this processor, while the other, which does not, leaves it to that.
 LONGEST = (
-    "test_engine", "test_triton", "test_transformers_models", "test_backbones", "test_examples", "test_export",
-    "test_losses", "test_ap_loss", "test_distributed", "test_run", "test_loop", "test_plugins", "test_signals",
-    "test_processes", "test_torchvision_models", "test_notebooks", "test_scaling", "test_measures", "test_run_report",
-    "test_browser", "test_readme", "test_run_folder",
+    "test_engine", "test_triton", "test_plugins", "test_transformers_models", "test_examples", "test_losses",
+    "test_distributed", "test_signals", "test_backbones", "test_export", "test_ap_loss", "test_run", "test_loop",
+    "test_resume", "test_notebooks", "test_architecture", "test_docs", "test_feature_cache", "test_torchvision_models",
+    "test_processes", "test_run_report", "test_browser",
 )  # fmt: skip
 
 

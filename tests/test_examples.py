@@ -1,9 +1,7 @@
 """Every example runs as it stands, in seconds, and prints what it promises."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import PREAMBLE, start_process, start_two
 
 from aploss import IoUAPLoss, iou_ap_loss
 
@@ -104,16 +103,21 @@ def test_the_recipe_for_ultralytics_models_works_on_a_stub_with_their_attribute_
         names["rank_scores"](model, IoUAPLoss())
 
 
+UNDER_TORCHRUN = """
+import runpy
+os.environ |= {**values["environment"], "XDG_CACHE_HOME": values["cache"]}
+runpy.run_path(values["file"], run_name="__main__")
+"""
+
+
 def test_the_usual_torchvision_loop_ranks_over_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("torchvision", reason="torchvision is not installed (extra `detect`)")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, *launcher, str(EXAMPLES / "torchvision_reference_loop.py")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout
+    example = {"file": str(EXAMPLES / "torchvision_reference_loop.py"), "cache": str(tmp_path)}
+    processes = start_two(start_process, PREAMBLE + UNDER_TORCHRUN, tmp_path, **example)
+    for process in processes:
+        process.join(timeout=300)
+    shown = "".join((tmp_path / f"{rank}.log").read_text() for rank in (0, 1))
+    assert [process.exitcode for process in processes] == [0, 0], shown
     values: dict[str, set[str]] = {}
     for batch, value in re.findall(r"batch (\d+): classification ([\d.]+)", shown):
         values.setdefault(batch, set()).add(value)

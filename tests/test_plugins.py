@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_runs import COMMANDS, run_commands, start_process, start_two
+from tiny_runs import COMMANDS, WITHOUT_PAGES, run_commands, start_process, start_two
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plugins.md"
 
@@ -42,9 +42,9 @@ def plugins(*names: str) -> list[str]:
 
 ALL = plugins("loss", "detector", "format")
 SHORT = [
-    "--data", "photos", "--detector", "my-mobilenet", "--device", "cpu",
+    "--recipe", "scratch-cpu", "--data", "photos", "--device", "cpu",
     "--batches.size", "3", "--batches.image_size", "64", "--batches.workers", "0",
-    "--model.options", '{"test_size": [64, 64], "width": 0.5}',
+    "--model.options", '{"test_size": [64, 64]}',
 ]  # fmt: skip
 
 
@@ -52,7 +52,8 @@ SHORT = [
 def trained(folder: Path) -> Path:
     """A run with all three plugins."""
     words = ["train", *ALL, *SHORT, "--loss", "margin", "--criterion.options", '{"margin": 0.5}']
-    words += ["--recipe", "scratch-cpu", "--schedule.length", "3", "--out", "run", "--quiet"]
+    words += ["--detector", "my-mobilenet", "--model.options", '{"test_size": [64, 64], "width": 0.5}']
+    words += ["--schedule.length", "3", "--out", "run", "--quiet"]
     done = run_commands(folder, words)
     assert done.returncode == 0, done.stderr
     return folder
@@ -66,10 +67,9 @@ def test_a_run_is_trained_and_has_its_page(trained: Path) -> None:
 
 
 def test_every_process_of_a_run_loads_the_plugins(folder: Path, tmp_path: Path) -> None:
-    words = ["train", *ALL, *SHORT, "--batches.size", "2", "--loss", "margin", "--recipe", "scratch-cpu"]
+    words = ["train", *plugins("loss", "format"), *SHORT, "--batches.size", "2", "--loss", "margin"]
     words += ["--schedule.length", "2", "--out", "run-of-two", "--quiet"]
-
-    processes = start_two(start_process, COMMANDS, tmp_path, folder=str(folder), commands=[words])
+    processes = start_two(start_process, WITHOUT_PAGES + COMMANDS, tmp_path, folder=str(folder), commands=[words])
     for process in processes:
         process.join(timeout=300)
     assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "0.log.stderr").read_text()
@@ -92,8 +92,8 @@ def test_a_run_predicts_exports_and_resumes(trained: Path) -> None:
 
 
 def test_losses_of_both_kinds_are_compared(folder: Path) -> None:
-    words = ["compare", "margin", "ap", "--seeds", "1", "--steps", "2", "--quiet", *ALL]
-    done = run_commands(folder, [*words, *SHORT, "--recipe", "scratch-cpu", "--out", "compared"])
+    words = ["compare", "margin", "ap", "--seeds", "1", "--steps", "2", "--quiet", *plugins("loss", "format")]
+    done = run_commands(folder, [*words, *SHORT, "--out", "compared"], before=WITHOUT_PAGES)
     assert done.returncode == 0, done.stderr
     assert "| Margin loss |" in done.stdout
     assert "| AP-loss |" in done.stdout
@@ -120,7 +120,7 @@ def test_a_plugin_comes_from_the_command_line_alone(trained: Path) -> None:
     # Nothing in the run folder says where the code is, and nothing loads it.
     for words in (
         ["predict", "run", "photos", "--out", "other"],
-        ["train", *SHORT, "--recipe", "scratch-cpu", "--loss", "margin", "--out", "other"],
+        ["train", *SHORT, "--loss", "margin", "--out", "other"],
         ["data", "check", "photos"],
     ):
         done = run_commands(trained, words)

@@ -44,7 +44,8 @@ def test_every_imported_package_is_in_the_table_of_extras():
     assert {name: file for name, file in imported_packages().items() if name not in known} == {}
 
 
-def test_the_table_of_extras_is_that_of_pyproject():
+def test_the_loss_needs_three_packages_and_the_table_of_extras_is_that_of_pyproject():
+    assert names_of(PROJECT["dependencies"]) == CORE
     distributions = packages_distributions()
     for extra, packages in EXTRAS.items():
         required = names_of(PROJECT["optional-dependencies"][extra])
@@ -64,10 +65,6 @@ def test_the_audit_names_every_package_with_the_least_version_that_is_allowed():
         for name, versions in zip(names.split(", "), all_versions.split("; "), strict=True)
     }
     assert audited == set(required)
-
-
-def test_the_loss_alone_needs_three_packages():
-    assert names_of(PROJECT["dependencies"]) == CORE
 
 
 def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch):

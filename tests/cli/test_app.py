@@ -17,9 +17,13 @@ from aploss.files import write_json
 from aploss.training import Summary, load_config
 from aploss.training.run_folder import RunFolder
 
-pytest.importorskip("gradio", reason="gradio is not installed (extra `app`)")
-
 RUNS = ("runs/first", "runs/<b>second</b>")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gradio() -> None:
+    """Imported by the process that runs these tests alone: it takes seconds."""
+    pytest.importorskip("gradio", reason="gradio is not installed (extra `app`)")
 
 
 @pytest.fixture(scope="module")

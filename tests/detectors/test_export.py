@@ -9,11 +9,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from short_detector import register_short_detector
+from short_detector import ShortRetinaNet, register_short_detector
 
 from aploss.detectors import Detector, MultiScale, Network, build_detector, register_detector
 from aploss.detectors.export import OnnxDetector, export_onnx
-from aploss.detectors.retinanet import TinyRetinaNet
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 
@@ -143,11 +142,11 @@ class _OtherWhenExported(torch.nn.Conv2d):
 
 def test_a_model_that_computes_something_else_is_not_written(tmp_path: Path) -> None:
     @register_detector("retinanet-other-when-exported")
-    class OtherWhenExported(TinyRetinaNet):
+    class OtherWhenExported(ShortRetinaNet):
         def network(self, **options: Any) -> Network:
             network = super().network(**options)
             head: Any = network.head.classification_head
-            head.cls_logits = _OtherWhenExported(64, head.cls_logits.out_channels, 3, padding=1)
+            head.cls_logits = _OtherWhenExported(16, head.cls_logits.out_channels, 3, padding=1)
             return network
 
     detector = build_detector("retinanet-other-when-exported", class_names=["cat", "dog"])

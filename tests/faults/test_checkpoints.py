@@ -217,18 +217,15 @@ WEIGHT_FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("fault", WEIGHT_FAULTS)
-def test_invalid_weights_are_refused_by_name(file: Path, content: dict[str, Any], fault: str):
-    state = content["detector"]["state"]
-    torch.save(changed(content, "state", {**state, LAYER: WEIGHT_FAULTS[fault](state[LAYER])}), file)
+def test_invalid_weights_are_refused_by_name_and_not_trained_on(file: Path, content: dict[str, Any], fault: str):
+    state = {**content["detector"]["state"]}
+    state[LAYER] = WEIGHT_FAULTS[fault](state[LAYER])
+    torch.save(changed(content, "state", state), file)
     assert_refused(file, LAYER)
-
-
-@pytest.mark.parametrize("fault", ["NaN", "infinite", "text", "sparse", "without memory"])
-def test_training_does_not_start_from_invalid_weights(file: Path, content: dict[str, Any], fault: str):
-    state = content["detector"]["state"]
-    torch.save({**state, LAYER: WEIGHT_FAULTS[fault](state[LAYER])}, file)
-    with pytest.raises(RunError, match=r"untrusted\.pt"):
-        load_weights(build_detector(DETECTOR, class_names=CLASSES), file)
+    if fault not in ("integers", "fewer rows"):  # which may come from another task
+        torch.save(state, file)
+        with pytest.raises(RunError, match=r"untrusted\.pt"):
+            load_weights(build_detector(DETECTOR, class_names=CLASSES), file)
 
 
 def test_predict_refuses_weights_so_large_that_scores_are_nan(call_cli, file: Path, content: dict, tmp_path: Path):

@@ -1,6 +1,5 @@
 """Every loss with every edge: the number of the literal reference, or an error that names what is wrong."""
 
-import copy
 import functools
 import math
 import pickle
@@ -204,13 +203,7 @@ def test_tensors_that_are_not_contiguous_are_read_in_order(name: str, kind: str)
         scores = scores.t().contiguous().t() if kind == "scores" else scores
         targets = targets.t().contiguous().t() if kind == "targets" else targets
     assert not (scores.is_contiguous() and targets.is_contiguous())
-    if name != "ce-ohem":
-        check(name, scores, targets)
-        return
-    value, gradient = value_and_gradient(LOSSES[name], scores, targets)  # rows are images, which it mines one by one
-    right, right_gradient = of_columns(scores, targets)
-    assert value.item() == pytest.approx(right.item(), abs=1e-6)
-    assert torch.allclose(gradient.double(), right_gradient, atol=1e-6)
+    check(name, scores, targets)
 
 
 @every_loss
@@ -257,26 +250,6 @@ def test_targets_of_every_dtype_mean_the_same(name: str, kind: torch.dtype) -> N
             loss(scores, targets.to(kind))
         return
     assert loss(scores, targets.to(kind)).item() == loss(scores, targets).item()
-
-
-@pytest.mark.slow_fault
-def test_a_hundred_million_scores_are_ranked() -> None:
-    """Against the loss of the few thousand that differ: all others are so low that they do not count."""
-    with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
-        free = next(int(line.split()[1]) / 2**20 for line in file if line.startswith("MemAvailable"))
-    if free < 12:
-        pytest.skip(f"needs 12 GB of free memory, there are {free:.0f}")
-    count, seen = 100_000_000, 3000
-    random = torch.Generator().manual_seed(0)
-    targets = torch.zeros(count, dtype=torch.int8)
-    targets[torch.randperm(seen, generator=random)[:2]] = 1
-    scores = torch.full((count,), -40.0)
-    scores[:seen] = torch.randn(seen, generator=random)
-    value, gradient = value_and_gradient(LOSSES["ap"], scores, targets)
-    right, right_gradient = value_and_gradient(LOSSES["ap"], scores[:seen], targets[:seen])
-    assert value.item() == pytest.approx(right.item(), rel=1e-3)
-    assert torch.allclose(gradient[:seen], right_gradient, rtol=1e-3, atol=1e-6)
-    assert gradient[seen:].abs().max().item() < 1e-6
 
 
 # --- errors ---
@@ -393,28 +366,13 @@ def a_batch(size: int = 6) -> Pair:
     return torch.randn(size, generator=random), torch.tensor([1, 0, 0, 1, -1, 0]).repeat(size // 6)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
-    "deepcopy": copy.deepcopy,
-    "half": lambda module: module.half(),  # it has no weights that could be rounded
-}
-
-
-@every_loss
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copied_loss_gives_the_same_value(name: str, how: str) -> None:
-    loss, (scores, targets) = LOSSES[name], a_batch()
-    module = COPIES[how](loss.module())
-    assert torch.equal(total(module(*loss.arguments(scores, targets))), loss(scores, targets))
-
-
 @every_loss
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_a_loss_is_the_same_without_gradients(name: str, mode: Callable[[], Any]) -> None:
-    scores, targets = a_batch()
-    expected = LOSSES[name](scores, targets)
+def test_a_pickled_loss_is_the_same_without_gradients(name: str, mode: Callable[[], Any]) -> None:
+    loss, (scores, targets) = LOSSES[name], a_batch()
+    expected, module = loss(scores, targets), pickle.loads(pickle.dumps(loss.module()))
     with mode():
-        assert torch.equal(LOSSES[name](scores, targets), expected)
+        assert torch.equal(total(module(*loss.arguments(scores, targets))), expected)
 
 
 @every_loss
@@ -436,13 +394,12 @@ def test_autocast_changes_nothing(name: str) -> None:
 
 
 @every_loss
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_loss_gives_the_same_and_lets_no_nan_through(name: str, dynamic: bool) -> None:
+def test_a_compiled_loss_gives_the_same_and_lets_no_nan_through(name: str) -> None:
     """With the graphs of torch.compile, but without the compiler for this processor, which takes minutes."""
     torch.compiler.reset()
     loss = LOSSES[name]
-    compiled = torch.compile(loss.module(), fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for size in (12, 18) if dynamic else (12,):
+    compiled = torch.compile(loss.module(), fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (12, 18):
         scores, targets = a_batch(size)
         expected = value_and_gradient(loss, scores, targets)
         found = value_and_gradient(lambda s, t: total(compiled(*loss.arguments(s, t))), scores, targets)

@@ -262,7 +262,7 @@ train(config_from_dict(values["config"]), resume=True)
 """
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(26, marks=slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(26, marks=slow)])
 def test_killed_runs_always_go_on_and_end_with_the_same_bits(
     make_config: Callable[..., TrainConfig],
     spawn: Spawn,

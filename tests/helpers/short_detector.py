@@ -28,7 +28,7 @@ class _Body(nn.Module):
         return maps
 
 
-class _ShortRetinaNet(DetectorConfig):
+class ShortRetinaNet(DetectorConfig):
     def network(self, *, columns: int, softmax: bool) -> Network:
         return retinanet_network(
             _Body(), columns=columns, softmax=softmax, channels=16, extra_levels=1, head_convolutions=1,
@@ -38,7 +38,7 @@ class _ShortRetinaNet(DetectorConfig):
 
 def register_short_detector() -> str:
     """Its name. To be called by a test or fixture: at import, other files would find it among our own detectors."""
-    register_detector("retinanet-short")(_ShortRetinaNet)
+    register_detector("retinanet-short")(ShortRetinaNet)
     return "retinanet-short"
 
 

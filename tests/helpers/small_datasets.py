@@ -52,6 +52,12 @@ def write_voc(folder: Path) -> Path:
     return folder
 
 
+def coco_annotation(number: int, image: int, category: int, box: list[float]) -> dict:
+    """An object that is not a crowd; its box is x, y, width and height."""
+    entry = {"id": number, "image_id": image, "category_id": category, "bbox": box}
+    return {**entry, "area": box[2] * box[3], "iscrowd": 0}
+
+
 def coco_content(split: str) -> dict:
     """A COCO dict whose ids are not simply 1, 2, 3: images 10, 20, ..., categories 3 and 7."""
     images, annotations = [], []
@@ -59,16 +65,9 @@ def coco_content(split: str) -> dict:
         size = {"width": WIDTH, "height": HEIGHT}
         images.append({"id": 10 * number, "file_name": f"{name}.png", **size})
         for label, x1, y1, x2, y2 in boxes:
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": 10 * number,
-                    "category_id": {"cat": 3, "dog": 7}[label],
-                    "bbox": [x1, y1, x2 - x1, y2 - y1],
-                    "area": (x2 - x1) * (y2 - y1),
-                    "iscrowd": 0,
-                }
-            )
+            category = {"cat": 3, "dog": 7}[label]
+            box = [x1, y1, x2 - x1, y2 - y1]
+            annotations.append(coco_annotation(len(annotations) + 1, 10 * number, category, box))
     categories = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}]
     return {"images": images, "annotations": annotations, "categories": categories}
 

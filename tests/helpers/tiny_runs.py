@@ -18,17 +18,21 @@ import torch
 from PIL import Image
 from processes import start_process
 from short_detector import register_short_detector
+from small_datasets import coco_annotation, edit_json
 
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, load_config, merge
 from aploss.training.run import train
 
-PREAMBLE = """
+WITHOUT_PAGES = """
+import aploss.reports.run_report
+aploss.reports.run_report.write_run_report = lambda folder, **options: None
+"""
+PREAMBLE = f"""
 import os, sys, torch
 sys.stdout = sys.stderr = open(log, "w", buffering=1)
 torch.set_num_threads(1)
-import aploss.reports.run_report
-aploss.reports.run_report.write_run_report = lambda folder, **options: None
+{WITHOUT_PAGES}
 from short_detector import register_short_detector
 register_short_detector()
 """
@@ -70,34 +74,20 @@ def write_rectangles(folder: Path) -> Path:
                 left, top = random.integers(0, SIZE - 30, 2)
                 kind = int(random.integers(0, 2))
                 pixels[top : top + height, left : left + width, kind] = 240
-                annotations.append(
-                    {
-                        "id": len(annotations) + 1,
-                        "image_id": number,
-                        "category_id": kind + 1,
-                        "bbox": [int(left), int(top), int(width), int(height)],
-                        "area": int(width * height),
-                        "iscrowd": 0,
-                    }
-                )
+                box = list(map(int, (left, top, width, height)))
+                annotations.append(coco_annotation(len(annotations) + 1, number, kind + 1, box))
             name = f"{split}-{number}.png"
             Image.fromarray(pixels).save(folder / split / name)
             images.append({"id": number, "file_name": name, "width": SIZE, "height": SIZE})
-        document = {
-            "images": images,
-            "annotations": annotations,
-            "categories": [{"id": 1, "name": "red"}, {"id": 2, "name": "green"}],
-        }
+        categories = [{"id": 1, "name": "red"}, {"id": 2, "name": "green"}]
+        document = {"images": images, "annotations": annotations, "categories": categories}
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(document))
     return folder
 
 
 def edit_annotations(data: Path | str, split: str, change: Callable[[dict[str, Any]], Any]) -> None:
     """Changes the COCO document of a split."""
-    path = Path(data) / "annotations" / f"instances_{split}.json"
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
+    edit_json(Path(data) / "annotations" / f"instances_{split}.json", change)
 
 
 def keep_objects(*images: int) -> Callable[[dict[str, Any]], None]:
@@ -176,10 +166,10 @@ def spawn() -> Callable[..., BaseProcess]:
     return start
 
 
-def run_commands(folder: Path, *commands: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Runs commands of the program one after the other in a folder, in one process of their own."""
+def run_commands(folder: Path, *commands: list[str], before: str = "") -> "subprocess.CompletedProcess[str]":
+    """Runs commands one after the other in a folder, in one process of their own, after some code."""
     log = folder / "commands"
-    process = start_process(COMMANDS, log=log, folder=str(folder), commands=commands)
+    process = start_process(before + COMMANDS, log=log, folder=str(folder), commands=commands)
     process.join()
     shown = (Path(f"{log}.{stream}").read_text(encoding="utf-8") for stream in ("stdout", "stderr"))
     return subprocess.CompletedProcess(commands, process.exitcode or 0, *shown)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from chromium import browser  # noqa: F401 - a fixture
 from PIL import Image, ImageDraw
+from small_datasets import coco_annotation
 
 from aploss.evaluation import (
     calibrate_detections,
@@ -43,17 +44,9 @@ def make_scenes(folder: Path, generator: np.random.Generator, images: int) -> di
             corner = generator.uniform((4, 4), (SIZE[0] - side - 4, SIZE[1] - side - 4))
             centre = (*(corner + side / 2), side / 2)
             pen.regular_polygon(centre, n_sides=label + 3, fill=colours[int(generator.integers(len(colours)))])
-            truth["annotations"].append(
-                {
-                    "id": len(truth["annotations"]) + 1,
-                    "image_id": image_id,
-                    "category_id": label + 1,
-                    "bbox": [*map(float, corner), float(side), float(side)],
-                    "area": float(side * side),
-                    "iscrowd": 0,
-                    "difficult": 0,
-                }
-            )
+            box = [*map(float, corner), float(side), float(side)]
+            entry = coco_annotation(len(truth["annotations"]) + 1, image_id, label + 1, box)
+            truth["annotations"].append({**entry, "difficult": 0})
         path = folder / f"scene_{image_id:03d}.png"
         picture.save(path)
         truth["images"].append(
