@@ -49,9 +49,8 @@ def ohem_cross_entropy(
     targets = targets.flatten(1).long()  # [B, A]
     logits = logits.flatten(1, -2).to(loss_dtype(logits.dtype))  # [B, A, K + 1]
     logits = logits.masked_fill((targets == -1)[..., None], 0.0)  # may be NaN: no gradient either
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(
-        targets
-    )
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    losses = losses.view_as(targets)
     positive = targets > 0
     counted = positive | _hardest_negatives(losses.detach(), targets, negative_ratio)
     divisor = positive.sum().clamp(min=1) if num_positives is None else num_positives
@@ -93,9 +92,7 @@ class OHEMCrossEntropy(LossModule):
 def _hardest_negatives(losses: Tensor, targets: Tensor, ratio: float) -> Tensor:
     """Which negatives of each image have its largest losses [B, A]."""
     candidates = losses.masked_fill(targets != 0, -torch.inf)
-    order = candidates.argsort(dim=1, descending=True, stable=True)
-    place = torch.empty_like(order)
-    place.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    place = candidates.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     wanted = ((targets > 0).sum(dim=1, keepdim=True) * ratio).floor()  # [B, 1]
     return (place < wanted) & (targets == 0)
 
@@ -114,19 +111,14 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
 
 
 def _check_values(logits: Tensor, targets: Tensor) -> None:
-    if targets.numel() == 0:
-        return
-    lowest, highest = (int(bound) for bound in targets.aminmax())
-    classes = logits.shape[-1] - 1
-    if lowest < -1 or highest > classes:
-        value = lowest if lowest < -1 else highest
-        index = int((targets.flatten() == value).nonzero()[0])
+    targets, classes = targets.flatten().long(), logits.shape[-1] - 1
+    invalid = (targets < -1) | (targets > classes)
+    if bool(invalid.any()):
+        index = int(invalid.nonzero()[0])
         raise ValueError(
-            f"targets must be 1..{classes} (class), 0 (background) or -1 (ignored), got {value} at flat index {index}"
+            f"targets must be 1..{classes} (class), 0 (background) or -1 (ignored), "
+            f"got {targets[index]} at flat index {index}"
         )
-    # NaN and infinity survive a sum; a sum that overflows is looked at more closely.
-    if not bool(logits.detach().sum(dtype=torch.float32).isfinite()):
-        bad = ~logits.isfinite().all(-1) & (targets != -1)
-        if bool(bad.any()):
-            index = int(bad.flatten().nonzero()[0])
-            raise NonFiniteScoresError(f"logits must be finite, got NaN or Inf at box {index} (flat)")
+    bad = ~logits.isfinite().all(-1).flatten() & (targets != -1)
+    if bool(bad.any()):
+        raise NonFiniteScoresError(f"logits must be finite, got NaN or Inf at box {int(bad.nonzero()[0])} (flat)")

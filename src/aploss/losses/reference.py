@@ -12,7 +12,6 @@ at a time, so no |P| x |N| matrix is ever held.
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +50,7 @@ def ap_loss(
     highest_precision = s.new_zeros(())  # line 2
     positives, negatives = _indices(t == 1), _indices(t == 0)  # line 3
     shares, loss = _shares(positives, scores, weights), s.new_zeros(())
-    for i in _ascending(positives, s):  # lines 4, 5
+    for i in positives[s[positives].argsort(stable=True)]:  # lines 4, 5
         negative_steps = piecewise_step(s[negatives] - s[i], delta)  # line 6, f(x_ij), j in N
         others = positives[positives != i]
         positive_steps = piecewise_step(s[others] - s[i], delta)  # f(x_ik), k in P, k != i
@@ -68,29 +67,11 @@ def ap_loss(
     return loss, gradient.reshape(scores.shape)
 
 
-def iou_ap_loss(
-    scores: Tensor,
-    qualities: Tensor,
-    thresholds: Sequence[float],
-    delta: float = 1.0,
-    interpolated: bool = False,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The mean of the AP-losses at IoU thresholds, at each of which positives below it are ignored.
-
-    Returns:
-        The loss, and the mean of the error-driven gradients.
-    """
-    results = [
-        ap_loss(scores, targets_at_threshold(qualities, threshold), delta, interpolated, weights)
-        for threshold in thresholds
-    ]
-    losses, gradients = zip(*results, strict=True)
-    return torch.stack(losses).mean(), torch.stack(gradients).mean(0)
-
-
 def targets_at_threshold(qualities: Tensor, threshold: float) -> Tensor:
-    """1 for positives of at least this IoU, -1 for other positives, and 0 and -1 as they are."""
+    """1 for positives of at least this IoU, -1 for other positives, and 0 and -1 as they are.
+
+    IoU-AP is the mean of :func:`ap_loss` of these targets over the thresholds.
+    """
     targets = torch.where(qualities >= threshold, 1, -1)
     return torch.where(qualities > 0, targets, qualities.long())
 
@@ -285,10 +266,6 @@ def _shares(positives: Tensor, scores: Tensor, weights: Tensor | None) -> Tensor
     flat = _flat_float64(flat.expand(scores.shape))
     total = flat[positives].sum()
     return flat / (total if total > 0 else 1)
-
-
-def _ascending(indices: Tensor, scores: Tensor) -> Tensor:
-    return indices[torch.argsort(scores[indices], stable=True)]
 
 
 def _with_gradient(loss: Tensor, inputs: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -100,9 +100,10 @@ def _smoothed_error(positives: Tensor, negatives: Tensor, temperature: float) ->
     on_positives, on_negatives = torch.zeros_like(positives), torch.zeros_like(negatives)
     rows = max(1, _BLOCK // max(count, len(negatives)))
     for first in range(0, count, rows):
-        block = slice(first, min(first + rows, count))
-        to_negatives = _sigmoid_steps(negatives, positives[block], temperature)  # [rows, N]
-        to_positives = _sigmoid_steps(positives, positives[block], temperature)  # [rows, P]
+        block = slice(first, first + rows)
+        own = positives[block, None]
+        to_negatives = (negatives - own).div_(temperature).sigmoid_()  # S(x_ij / temperature) [rows, N]
+        to_positives = (positives - own).div_(temperature).sigmoid_()  # [rows, P]
         to_positives.diagonal(first).zero_()  # k != i
         false_positives = to_negatives.sum(1, dtype=torch.float64)
         rank_among_positives = 1 + to_positives.sum(1, dtype=torch.float64)
@@ -119,8 +120,3 @@ def _smoothed_error(positives: Tensor, negatives: Tensor, temperature: float) ->
             gradient += weights @ slopes
             on_positives[block] -= weights * slopes.sum(1)
     return total / count, on_positives, on_negatives
-
-
-def _sigmoid_steps(others: Tensor, own: Tensor, temperature: float) -> Tensor:
-    """S(x_ij / temperature) for every i of own and j of others."""
-    return (others[None, :] - own[:, None]).div_(temperature).sigmoid_()
