@@ -1,5 +1,6 @@
 """Faults around a run: folders in the way, workers that die, saves that fail, and records of what ran."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
