@@ -126,21 +126,19 @@ def check_weights(weights: Tensor, scores: Tensor) -> Tensor:
     """The weights, detached.
 
     Raises:
-        ValueError: if they cannot be broadcast to the scores.
+        ValueError: if they cannot be broadcast to the scores, or are complex or on another device.
     """
     if not isinstance(weights, Tensor):
         raise ValueError(f"weights must be a tensor, got {type(weights).__name__}")
-    if weights.device != scores.device or weights.is_complex():
-        raise ValueError(
-            f"weights must be real numbers on the device of scores, {scores.device}, "
-            f"got {weights.dtype} on {weights.device}"
-        )
     try:
         fits = torch.broadcast_shapes(weights.shape, scores.shape) == scores.shape
     except RuntimeError:
         fits = False
-    if not fits:
-        raise ValueError(f"weights of shape {tuple(weights.shape)} cannot be broadcast to scores {tuple(scores.shape)}")
+    if not fits or weights.device != scores.device or weights.is_complex():
+        raise ValueError(
+            f"weights must be real numbers on {scores.device} that can be broadcast to scores {tuple(scores.shape)}, "
+            f"got {weights.dtype} of shape {tuple(weights.shape)} on {weights.device}"
+        )
     return weights.detach().resolve_neg()
 
 

@@ -34,7 +34,9 @@ BLOCK = 256
 MIN_SCORES_PER_THREAD = 1 << 16
 MAX_CELLS_PER_ROW = 16  # of the lookup table: most cells then hold no edge, or one
 MAX_CELLS = 1 << 24  # of a group's table: whole numbers up to here are exact in float32
+MAX_STEPS = 8  # from a cell to the row of a score, one row at a time; a search by halving leaves no more
 _NO_GROUPS = np.empty(0, np.int64)
+
 
 # Functions that kernels call need no entry point from Python.
 _inside: Any = numba.njit(**{**OPTIONS, "no_cpython_wrapper": True})
@@ -44,11 +46,9 @@ class Axis(NamedTuple):
     """How P sorted positives in G groups cut the score axis into R rows.
 
     Attributes:
-        positives: s_i, ascending within each group, float64 [P].
         first_positive: of each group, and P [G + 1].
         first_row: of each group, and R [G + 1].
-        first_cell: of each group's lookup table, and their number [G + 1].
-        delta: half the width of the step function.
+        inverse: 1 / (2 delta); 0 for delta = 0.
         edges: the left edge of each row; infinity for the first of a group and behind the last [R + 1].
         gaps: how far the exact breakpoint lies below the edge, as a share of 2 delta [R + 1]. For delta = 0 it is 1, as
             a step counts in full where it begins.
@@ -57,15 +57,12 @@ class Axis(NamedTuple):
         starts, ends: the rows in which the ramp of each positive starts and ends [P]; for delta = 0 the row of its
             score and the first row of its group.
         own_rows: the row of each positive's own score [P].
-        table: a lookup table per group, one behind the other: how many rows start in lower cells than each cell.
-        low, scale, last: of each table: its left end, its cells per unit, and its last cell but one [G].
+        shares: its distance to the edge of that row, as a share of 2 delta [P].
     """
 
-    positives: Any
     first_positive: Any
     first_row: Any
-    first_cell: Any
-    delta: float
+    inverse: float
     edges: Any
     gaps: Any
     lengths: Any
@@ -73,10 +70,11 @@ class Axis(NamedTuple):
     starts: Any
     ends: Any
     own_rows: Any
-    table: Any
-    low: Any
-    scale: Any
-    last: Any
+    shares: Any
+
+    def lines(self) -> tuple[Any, ...]:
+        """What kernels read to integrate over the rows."""
+        return self.first_row, self.gaps, self.lengths, self.ramps, self.starts, self.ends
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -118,21 +116,77 @@ def find_positives(targets, scores, soft, negative, index, values):
 
 
 @_inside
-def _two_sum(a, b):
-    """a + b as its rounded value and what rounding has lost (Knuth)."""
-    total = a + b
-    seen = total - a
-    return total, (a - (total - seen)) + (b - seen)
+def _place_edges(
+    positives, delta, first_positive, first_row, edges, gaps, lengths, ramps, starts, ends, own_rows, shares
+):
+    """Merges the starts s_i - delta and the ends s_i + delta of the ramps, for each group; see :class:`Axis`.
+
+    An edge is the smallest number of the scores' dtype that is not below the breakpoint.
+    """
+    inverse, size = 0.5 / delta if delta > 0 else 0.0, 2 * len(positives)
+    rounded, totals, lost = np.empty(size, edges.dtype), np.empty(size), np.empty(size)
+    for k in range(size):  # starts at even places, ends at odd ones
+        s, offset = positives[k >> 1], delta if k & 1 else -delta
+        totals[k] = s + offset
+        seen = totals[k] - s
+        lost[k] = (s - (totals[k] - seen)) + (offset - seen)  # by rounding (Knuth)
+        rounded[k] = totals[k]
+        if rounded[k] < totals[k] or (rounded[k] == totals[k] and lost[k] > 0):
+            rounded[k] = np.nextafter(rounded[k], edges.dtype.type(np.inf))
+    for row in range(len(edges)):
+        edges[row], lengths[row] = np.inf, 0.0
+        gaps[row] = ramps[row] = 0.0 if delta > 0 else 1.0
+    for g in range(len(first_positive) - 1):
+        start = end = first_positive[g]
+        stop, high, low = first_positive[g + 1], 0.0, 0.0
+        for row in range(first_row[g] + 1, first_row[g + 1]):
+            if delta == 0:
+                is_tied = end > first_positive[g] and positives[end] == positives[end - 1]
+                edges[row], ends[end] = positives[end], first_row[g]
+                starts[end] = starts[end - 1] if is_tied else row
+                end += 1
+                continue
+            k = 2 * start
+            if start >= stop or rounded[k] > rounded[2 * end + 1]:
+                k = 2 * end + 1
+                ends[end] = row
+                end += 1
+            else:
+                starts[start] = row
+                start += 1
+            if ramps[row - 1] > 0:  # a length below 0 makes up for two edges that rounding swapped
+                lengths[row - 1] = ((totals[k] - high) + (lost[k] - low)) * inverse
+            high, low, edges[row], ramps[row] = totals[k], lost[k], rounded[k], start - end
+            if edges[row] < np.inf:
+                gaps[row] = (edges[row] - high - low) * inverse
+        row = first_row[g]
+        for i in range(first_positive[g], stop):
+            while row + 1 < first_row[g + 1] and edges[row + 1] <= positives[i]:
+                row += 1
+            own_rows[i], shares[i] = row, (positives[i] - edges[row]) * inverse
 
 
 @_inside
-def _round_up(a, b, edges):
-    """The smallest number of the edges' dtype that is not below a + b."""
-    total, lost = _two_sum(a, b)
-    rounded = edges.dtype.type(total)
-    if rounded < total or (rounded == total and lost > 0):
-        return np.nextafter(rounded, edges.dtype.type(np.inf))
-    return rounded
+def _fill_tables(edges, first_row, first_cell, table, low, scale, last):
+    """Fills a lookup table per group, one behind the other: how many rows start in lower cells than each cell.
+
+    Args:
+        first_cell: of each group's table, and their number [G + 1].
+        table: zeros [first_cell[G]].
+        low, scale, last: get the left end of each table, its cells per unit, and its last cell but one [G].
+    """
+    for g in range(len(low)):
+        low[g] = edges[first_row[g] + 1]
+        cells = first_cell[g + 1] - first_cell[g] - 3
+        last[g] = cells if cells < MAX_CELLS else MAX_CELLS
+        scale[g] = last[g] / (edges[first_row[g + 1] - 1] - low[g])
+        scale[g] = scale[g] if scale[g] < np.inf else 0.0
+        for row in range(first_row[g] + 1, first_row[g + 1]):
+            table[first_cell[g] + _cell(edges[row], low[g], scale[g], last[g]) + 1] += 1
+        lower_rows = first_row[g]
+        for cell in range(first_cell[g], first_cell[g + 1]):
+            lower_rows += table[cell]
+            table[cell] = lower_rows
 
 
 @_inside
@@ -144,217 +198,104 @@ def _cell(score, low, scale, last):
 
 
 @_inside
-def _cut_axis(positives, first_positive, delta, scores):
-    """Cuts the score axis at s_i - delta and s_i + delta, for each group; returns the :class:`Axis`."""
-    count, num_groups, per_positive = len(positives), len(first_positive) - 1, 2 if delta > 0 else 1
-    num_rows, dtype = count * per_positive + num_groups, scores.dtype
-    cells_per_row = min(max(len(scores) // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
-    first_row, first_cell = np.empty(num_groups + 1, np.int64), np.empty(num_groups + 1, np.int64)
-    for g in range(num_groups + 1):
-        first_row[g] = first_positive[g] * per_positive + g
-        first_cell[g] = first_row[g] * cells_per_row + 2 * g
-    edges, gaps, lengths = np.empty(num_rows + 1, dtype), np.empty(num_rows + 1), np.empty(num_rows + 1)
-    ramps, starts, ends = np.empty(num_rows + 1), np.empty(count, np.int64), np.empty(count, np.int64)
-    _place_edges(positives, first_positive, first_row, delta, edges, gaps, lengths, ramps, starts, ends)
-    own_rows, table = np.empty(count, np.int64), np.empty(first_cell[num_groups], np.uint32)
-    low, scale, last = np.empty(num_groups, dtype), np.empty(num_groups, dtype), np.empty(num_groups, dtype)
-    for cell in range(len(table)):
-        table[cell] = 0
-    for g in range(num_groups):
-        row, stop_row = first_row[g], first_row[g + 1]
-        for i in range(first_positive[g], first_positive[g + 1]):
-            while row + 1 < stop_row and edges[row + 1] <= positives[i]:
-                row += 1
-            own_rows[i] = row
-        last[g] = min(cells_per_row * (stop_row - first_row[g]) - 1, MAX_CELLS)
-        low[g] = edges[first_row[g] + 1]
-        scale[g] = last[g] / (edges[stop_row - 1] - low[g])
-        scale[g] = scale[g] if scale[g] < np.inf else 0.0
-        for row in range(first_row[g] + 1, stop_row):
-            table[first_cell[g] + _cell(edges[row], low[g], scale[g], last[g]) + 1] += 1
-        lower_rows = first_row[g]
-        for cell in range(first_cell[g], first_cell[g + 1]):
-            lower_rows += table[cell]
-            table[cell] = lower_rows
-    bounds = (first_positive, first_row, first_cell)
-    return Axis(positives, *bounds, delta, edges, gaps, lengths, ramps, starts, ends, own_rows, table, low, scale, last)
-
-
-@_inside
-def _place_edges(positives, first_positive, first_row, delta, edges, gaps, lengths, ramps, starts, ends):
-    """Merges the starts s_i - delta and the ends s_i + delta of the ramps, for each group; see :class:`Axis`.
-
-    An edge is the smallest number of the scores' dtype that is not below the breakpoint.
-    """
-    inverse = 0.5 / delta if delta > 0 else 0.0
-    start_edges, end_edges = np.empty(len(positives), edges.dtype), np.empty(len(positives), edges.dtype)
-    for i in range(len(positives)):
-        start_edges[i], end_edges[i] = _round_up(positives[i], -delta, edges), _round_up(positives[i], delta, edges)
-    for row in range(len(edges)):
-        edges[row], lengths[row] = np.inf, 0.0
-        gaps[row] = ramps[row] = 0.0 if delta > 0 else 1.0
-    for g in range(len(first_positive) - 1):
-        start = end = first_positive[g]
-        stop, high, low = first_positive[g + 1], 0.0, 0.0
-        for row in range(first_row[g] + 1, first_row[g + 1]):
-            if delta == 0:
-                is_tied = end > first_positive[g] and positives[end] == positives[end - 1]
-                edges[row], ends[end] = start_edges[end], first_row[g]
-                starts[end] = starts[end - 1] if is_tied else row
-                end += 1
-                continue
-            previous_high, previous_low = high, low
-            if start >= stop or start_edges[start] > end_edges[end]:
-                high, low = _two_sum(positives[end], delta)
-                edges[row], ends[end] = end_edges[end], row
-                end += 1
-            else:
-                high, low = _two_sum(positives[start], -delta)
-                edges[row], starts[start] = start_edges[start], row
-                start += 1
-            ramps[row] = start - end
-            if ramps[row - 1] > 0:  # a length below 0 makes up for two edges that rounding swapped
-                lengths[row - 1] = ((high - previous_high) + (low - previous_low)) * inverse
-            if edges[row] < np.inf:
-                gaps[row] = (edges[row] - high - low) * inverse
-
-
-@_inside
-def _tally_negatives(scores, start, stop, negative, groups, axis, unit, rows, tallies):
-    """Counts the negatives of each row, and adds up their distances to its edge. Most loops are vectorised.
+def _tally_negatives(
+    scores, start, stop, negative, groups, edges, inverse, first_cell, table, low, scale, last, unit, rows, tallies
+):
+    """Counts the negatives of each row, and adds up their distances to its edge.
 
     Args:
         groups: the number of each score's group [N]; empty for a single group.
+        inverse: see :class:`Axis`.
         unit: distances are integers in this fraction of 2 delta.
         rows: gets the row of each negative, R for other scores [N].
         tallies: numbers and sums are added to it [R + 1, 2]; the last row is for scores that are not negatives.
     """
-    edges, table, low, scale, last = axis.edges, axis.table, axis.low, axis.scale, axis.last
-    outside, inverse = np.uint64(len(edges) - 1), 0.5 / axis.delta if axis.delta > 0 else 0.0
-    cells, distances, shares = np.empty(BLOCK, np.uint32), np.empty(BLOCK, scores.dtype), np.empty(BLOCK, np.int64)
-    for block in range(np.uint64(start), np.uint64(stop), np.uint64(BLOCK)):
-        size = np.uint64(stop) - block
-        size = size if size < np.uint64(BLOCK) else np.uint64(BLOCK)
+    outside, size, lowest = np.uint64(len(edges) - 1), np.uint64(stop), -edges[len(edges) - 1]
+    for block in range(np.uint64(start), size, np.uint64(BLOCK)):
+        block_stop = block + np.uint64(BLOCK) if block + np.uint64(BLOCK) < size else size
         if len(groups) == 0:
-            for n in range(size):
-                cells[n] = _cell(scores[block + n], low[0], scale[0], last[0])
+            for n in range(block, block_stop):  # vectorised
+                rows[n] = _cell(scores[n], low[0], scale[0], last[0])
         else:
-            for n in range(size):
-                g = groups[block + n]
-                cells[n] = axis.first_cell[g] + _cell(scores[block + n], low[g], scale[g], last[g])
-        for n in range(size):
-            cell, score = np.uint64(cells[n]), scores[block + n]
+            for n in range(block, block_stop):
+                g = groups[n]
+                rows[n] = first_cell[g] + _cell(scores[n], low[g], scale[g], last[g])
+        for n in range(block, block_stop):
+            cell, score = np.uint64(rows[n]), scores[n] if negative[n] else lowest
             row, highest = np.uint64(table[cell]), np.uint64(table[cell + np.uint64(1)])
-            while highest > row + np.uint64(2):  # most cells have two edges at most
+            while highest > row + np.uint64(MAX_STEPS):
                 middle = (row + highest) >> np.uint64(1)
                 if edges[middle] <= score:
                     row = middle
                 else:
                     highest = middle
-            row += np.uint64(edges[row + np.uint64(1)] <= score)
-            row += np.uint64(edges[row + np.uint64(1)] <= score)
-            row = row if negative[block + n] else outside
-            rows[block + n], distances[n] = row, score - edges[row]  # -inf below all edges
-        for n in range(size):
-            share = (distances[n] if distances[n] > 0 else 0.0) * inverse
-            shares[n] = np.int64((share if share < 1.0 else 1.0) * unit)
-        for n in range(size):
-            row = np.uint64(rows[block + n])
+            while edges[row + np.uint64(1)] <= score:
+                row += np.uint64(1)
+            row = row if negative[n] else outside
+            distance = score - edges[row]  # -inf below all edges
+            share = (distance if distance > 0 else 0.0) * inverse
+            rows[n] = row
             tallies[row, 0] += 1
-            tallies[row, 1] += shares[n]
+            tallies[row, 1] += np.int64((share if share < 1.0 else 1.0) * unit)
 
 
 @_inside
-def _integrate(axis, g, counts, distances, integral):
-    """The integral of C(u), the number of a group's scores above u, from each row to the top, in units of 2 delta.
-
-    It is accumulated from the top, where ranks are small.
-    """
-    above, total = 0.0, 0.0
-    for row in range(axis.first_row[g + 1] - 1, axis.first_row[g], -1):
-        if axis.ramps[row] > 0:
-            total += above * axis.lengths[row] + distances[row] + counts[row] * axis.gaps[row]
-        above += counts[row]
-        integral[row] = total
-    integral[axis.first_row[g]] = 0.0
-
-
-@_inside
-def _rank_positives(axis, tallies, unit, importance, n, negatives, weights, sums):
-    """The ranks of the positives: each sum of f(s_j - s_i) is the mean of C over the ramp of i.
+def _sum_steps(tallies, scale, first_row, gaps, lengths, ramps, starts, ends, own_rows, shares, f0, sums):
+    """Sums of f(s_j - s_i) for each positive i: the mean, over the ramp of i, of the number of scores above.
 
     Args:
-        importance: of the positives [P].
-        n, negatives, weights: get the arguments of a rule, and the weight of each positive in the mean [P].
-        sums: columns of values of the positives, which their sums over the other positives above each replace [K, P].
+        tallies: of the negatives [R + 1, 2]; ``scale`` turns the distances into shares of 2 delta.
+        sums: columns of values of the positives, which their sums over the other positives above each replace, f(0)
+            being ``f0``; the first column gets the sums over the negatives [K, P].
     """
-    size, num_groups, f0 = len(axis.edges), len(axis.first_positive) - 1, 0.5 if axis.delta > 0 else 1.0
-    counts, distances, integral = np.empty(size), np.empty(size), np.empty(size)
-    inverse = 0.5 / axis.delta if axis.delta > 0 else 0.0
-    scale = 1.0 / unit if axis.delta > 0 else 0.0
-    for g in range(num_groups):
-        first, stop, all_negatives = axis.first_positive[g], axis.first_positive[g + 1], 0.0
-        first_row, stop_row, total = axis.first_row[g], axis.first_row[g + 1], 0.0
-        for row in range(first_row, stop_row):
-            counts[row], distances[row] = tallies[row, 0], tallies[row, 1] * scale
-            all_negatives += counts[row]
-        _integrate(axis, g, counts, distances, integral)
-        for i in range(first, stop):
-            n[i], negatives[i] = integral[axis.starts[i]] - integral[axis.ends[i]], all_negatives
-            total += importance[i]
-        for i in range(first, stop):
-            weights[i] = importance[i] / (total if total > 0 else 1.0) / num_groups
-        for k in range(len(sums)):
-            for row in range(first_row, stop_row):
-                counts[row], distances[row] = 0.0, 0.0
-            for i in range(first, stop):
-                row = axis.own_rows[i]
-                counts[row] += sums[k, i]
-                distances[row] += sums[k, i] * ((axis.positives[i] - axis.edges[row]) * inverse)
-            _integrate(axis, g, counts, distances, integral)
-            for i in range(first, stop):
-                sums[k, i] = integral[axis.starts[i]] - integral[axis.ends[i]] - f0 * sums[k, i]  # without i itself
+    counts, distances, integral = np.empty(len(gaps)), np.empty(len(gaps)), np.empty(len(gaps))
+    for k in range(len(sums)):
+        for row in range(len(gaps)):
+            counts[row] = tallies[row, 0] if k == 0 else 0.0
+            distances[row] = tallies[row, 1] * scale if k == 0 else 0.0
+        if k > 0:
+            for i in range(len(own_rows)):
+                counts[own_rows[i]] += sums[k, i]
+                distances[own_rows[i]] += sums[k, i] * shares[i]
+        for g in range(len(first_row) - 1):
+            above, total = 0.0, 0.0  # accumulated from the top, where ranks are small
+            for row in range(first_row[g + 1] - 1, first_row[g], -1):
+                if ramps[row] > 0:
+                    total += above * lengths[row] + distances[row] + counts[row] * gaps[row]
+                above += counts[row]
+                integral[row] = total
+            integral[first_row[g]] = 0.0
+        for i in range(len(own_rows)):
+            itself = f0 * sums[k, i] if k > 0 else 0.0
+            sums[k, i] = integral[starts[i]] - integral[ends[i]] - itself
 
 
 @_inside
-def _apply_ratio(ratio, n, negatives, weights, sums, own):
-    """The loss for a rule that is a :class:`.Ratio` and one group: its four numbers, and whether it is monotone."""
-    loss, smallest = 0.0, np.inf
-    for i in range(len(n)):
-        denominator = ratio[0] + ratio[1] * sums[0, i] + ratio[2] * n[i] + ratio[3] * negatives[i]
-        error = n[i] / denominator if denominator > 0 else 0.0
-        smallest = error if error < smallest or ratio[4] == 0 else smallest
-        own[i] = smallest * weights[i]
-        loss += own[i]
-    return loss
-
-
-@_inside
-def _cut_line(axis, own, n, heights, slopes):
+def _cut_line(own, n, first_row, gaps, lengths, ramps, starts, ends, inverse, heights, slopes):
     """The line sum_i own_i / n_i f(s - s_i) in each row, as its value at the edge and its slope [R + 1].
 
     It is 0 in the last row, for scores that are not negatives.
     """
-    changes, inverse = np.empty(len(axis.edges)), 0.5 / axis.delta if axis.delta > 0 else 0.0
+    changes = np.empty(len(heights))
     for row in range(len(changes)):
         changes[row], heights[row], slopes[row] = 0.0, 0.0, 0.0
     for i in range(len(own)):
         weight = own[i] / n[i] if n[i] != 0 else 0.0
-        changes[axis.starts[i]] += weight
-        changes[axis.ends[i]] -= weight
-    for g in range(len(axis.first_positive) - 1):
+        changes[starts[i]] += weight
+        changes[ends[i]] -= weight
+    for g in range(len(first_row) - 1):
         rate, height = 0.0, 0.0
-        for row in range(axis.first_row[g] + 1, axis.first_row[g + 1]):
+        for row in range(first_row[g] + 1, first_row[g + 1]):
             rate += changes[row]
-            slope = rate if axis.ramps[row] > 0 else 0.0
-            heights[row], slopes[row] = height + slope * axis.gaps[row], slope * inverse
-            height += slope * axis.lengths[row]
+            slope = rate if ramps[row] > 0 else 0.0
+            heights[row], slopes[row] = height + slope * gaps[row], slope * inverse
+            height += slope * lengths[row]
 
 
 @_inside
-def _write_gradient(scores, start, stop, rows, delta, edges, heights, slopes, index, own, out):
+def _write_gradient(scores, start, stop, rows, width, edges, heights, slopes, index, own, out):
     """Writes the gradient of a part of the scores: the value of its row's line for each, -own_i for positives."""
-    zero, width = edges.dtype.type(0), edges.dtype.type(2 * delta)
+    zero, width = edges.dtype.type(0), edges.dtype.type(width)
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(rows[i])
         distance = scores[i] - edges[row]  # -inf below all edges, NaN for ignored scores
@@ -366,33 +307,63 @@ def _write_gradient(scores, start, stop, rows, delta, edges, heights, slopes, in
             out[index[k]] = -own[k]
 
 
-cut_axis, tally_negatives, rank_positives, cut_line, write_gradient = (
-    Kernel(function.py_func) for function in (_cut_axis, _tally_negatives, _rank_positives, _cut_line, _write_gradient)
+@_inside
+def _apply_ratio(ratio, negatives, sums, own):
+    """The loss for a rule that is a :class:`.Ratio` and one group: its four numbers, and whether it is monotone."""
+    loss, smallest = 0.0, np.inf
+    for i in range(len(own)):
+        denominator = ratio[0] + ratio[1] * sums[1, i] + ratio[2] * sums[0, i] + ratio[3] * negatives
+        error = sums[0, i] / denominator if denominator > 0 else 0.0
+        smallest = error if error < smallest or ratio[4] == 0 else smallest
+        own[i] = smallest * (1.0 / len(own))
+        loss += own[i]
+    return loss
+
+
+place_edges, fill_tables, tally_negatives, sum_steps, cut_line, write_gradient = (
+    Kernel(function.py_func)
+    for function in (_place_edges, _fill_tables, _tally_negatives, _sum_steps, _cut_line, _write_gradient)
 )
 
 
 @Kernel
-def loss_and_gradient(scores, negative, groups, values, index, order, delta, unit, ratio, tallies, out):
+def loss_and_gradient(
+    scores, negative, groups, values, index, order, delta, unit, ratio, negatives, table, rows, sums, tallies, out
+):
     """All of it in one call, for one thread and one group; ``out`` gets the gradient unless it is empty.
 
-    ``order`` sorts the positives, whose scores are ``values``.
+    Args:
+        values, index: of the positives, which ``order`` sorts.
+        ratio: see ``_apply_ratio``.
+        negatives: their number.
     """
-    size, count, first_positive = len(scores), len(order), np.empty(2, np.int64)
-    first_positive[0], first_positive[1] = 0, count
-    positives, places, rows = np.empty(count), np.empty(count, np.int64), np.empty(size, np.uint32)
-    n, negatives, weights = np.empty(count), np.empty(count), np.empty(count)
-    own, sums = np.empty(count), np.empty((1, count))
+    size, count, dtype = len(tallies), len(values), scores.dtype
+    first_positive, first_row, first_cell = np.empty(2, np.int64), np.empty(2, np.int64), np.empty(2, np.int64)
+    first_positive[0], first_row[0], first_cell[0] = 0, 0, 0
+    first_positive[1], first_row[1], first_cell[1] = count, size - 1, len(table)
+    positives, places = np.empty(count), np.empty(count, np.int64)
     for i in range(count):
         positives[i], places[i] = values[order[i]], index[order[i]]
-        own[i], sums[0, i] = 1.0, 1.0
-    axis = _cut_axis(positives, first_positive, delta, scores)
-    _tally_negatives(scores, 0, size, negative, groups, axis, unit, rows, tallies)
-    _rank_positives(axis, tallies, unit, own, n, negatives, weights, sums)
-    loss = _apply_ratio(ratio, n, negatives, weights, sums, own)
+    inverse, f0 = (0.5 / delta, 0.5) if delta > 0 else (0.0, 1.0)
+    edges, gaps, lengths, ramps = np.empty(size, dtype), np.empty(size), np.empty(size), np.empty(size)
+    starts, ends, own_rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    low, scale, last = np.empty(1, dtype), np.empty(1, dtype), np.empty(1, dtype)
+    shares, own = np.empty(count), np.empty(count)
+    _place_edges(
+        positives, delta, first_positive, first_row, edges, gaps, lengths, ramps, starts, ends, own_rows, shares
+    )
+    _fill_tables(edges, first_row, first_cell, table, low, scale, last)
+    _tally_negatives(
+        scores, 0, len(scores), negative, groups, edges, inverse,
+        first_cell, table, low, scale, last, unit, rows, tallies,
+    )  # fmt: skip
+    share_of_unit = 1.0 / unit if delta > 0 else 0.0
+    _sum_steps(tallies, share_of_unit, first_row, gaps, lengths, ramps, starts, ends, own_rows, shares, f0, sums)
+    loss = _apply_ratio(ratio, negatives, sums, own)
     if len(out) > 0:
-        heights, slopes = np.empty(len(axis.edges), scores.dtype), np.empty(len(axis.edges), scores.dtype)
-        _cut_line(axis, own, n, heights, slopes)
-        _write_gradient(scores, 0, size, rows, delta, axis.edges, heights, slopes, places, own, out)
+        heights, slopes = np.empty(size, dtype), np.empty(size, dtype)
+        _cut_line(own, sums[0], first_row, gaps, lengths, ramps, starts, ends, inverse, heights, slopes)
+        _write_gradient(scores, 0, len(scores), rows, 2 * delta, edges, heights, slopes, places, own, out)
     return loss
 
 
@@ -483,11 +454,14 @@ class NumbaBackend(TorchBackend):
         flat, negative, index, values, status = _find(problem)
         if status.positives == 0 or status.bad_targets or status.bad_scores:
             return None
-        size, num_rows = len(flat), len(index) * (2 if problem.delta > 0 else 1) + 1
+        size, count, order = len(flat), status.positives, values.argsort()
+        num_rows = count * (2 if problem.delta > 0 else 1) + 1
+        num_cells = _cells_per_row(size, num_rows) * num_rows + 2
         out = np.empty(size if needs_gradient else 0, flat.dtype)
-        options = (problem.delta, _fixed_point_unit(size), _ratio_of(rule.error, rule.monotone))
-        tallies = np.zeros((num_rows + 1, 2), np.int64)
-        loss = loss_and_gradient(flat, negative, _NO_GROUPS, values, index, values.argsort(), *options, tallies, out)
+        options = (problem.delta, _fixed_point_unit(size), _ratio_of(rule.error, rule.monotone), status.negatives)
+        table, rows = np.zeros(num_cells, np.uint32), np.empty(size, np.uint32)
+        rest = (table, rows, np.ones((2, count)), np.zeros((num_rows + 1, 2), np.int64), out)
+        loss = loss_and_gradient(flat, negative, _NO_GROUPS, values, index, order, *options, *rest)
         value = torch.scalar_tensor(loss, dtype=problem.dtype)
         return (value,), (torch.from_numpy(out),) if needs_gradient else ()
 
@@ -511,26 +485,30 @@ class NumbaBackend(TorchBackend):
     def rank(self, problem: Problem, found: Any, positives: Positives, reduce: Reduce | None) -> Ranks:
         scores, size, unit = found.scores, len(found.scores), _fixed_point_unit(len(found.scores))
         first_positive, groups = _number_groups(problem, found, positives)
-        found.axis = axis = cut_axis(positives.scores, first_positive, problem.delta, scores)
+        found.axis = axis = _cut_axis(positives.scores, first_positive, problem.delta, scores.dtype)
+        tables = _make_tables(axis, size)
         found.rows = np.empty(size, np.uint32)
 
         def tally_part(start: int, stop: int) -> Any:
             tallies = np.zeros((len(axis.edges), 2), np.int64)
-            tally_negatives(scores, start, stop, found.negative, groups, axis, unit, found.rows, tallies)
+            rest = (axis.inverse, *tables, unit, found.rows, tallies)
+            tally_negatives(scores, start, stop, found.negative, groups, axis.edges, *rest)
             return tallies
 
-        tallies = sum(_in_parts(size, tally_part))
+        parts = _in_parts(size, tally_part)
+        tallies = parts[0] if len(parts) == 1 else sum(parts)
         if reduce is not None:
             tallies, unit = tallies / [1.0, unit], 1.0
             reduce(torch.from_numpy(tallies))
-        ones = np.ones_like(positives.scores)
         columns = positives.members if positives.box_losses is None else [positives.box_losses]
-        sums = np.vstack([ones] if columns is None else [ones, *columns])
-        n, negatives, weights = np.empty((3, len(ones)))
-        importance = ones if positives.weights is None else positives.weights
-        rank_positives(axis, tallies, unit, importance, n, negatives, weights, sums)
-        above = sums[1:] if positives.box_losses is None else sums[1]
-        return Ranks(sums[0], n, negatives, above, weights)
+        sums = np.ones((2 if columns is None else 2 + len(columns), len(positives.scores)))
+        if columns is not None:
+            sums[2:] = columns
+        scale, f0 = (1.0 / unit, 0.5) if axis.inverse else (0.0, 1.0)
+        sum_steps(tallies, scale, *axis.lines(), axis.own_rows, axis.shares, f0, sums)
+        above = sums[2:] if positives.box_losses is None else sums[2]
+        negatives, weights = _negatives_and_weights(axis, tallies, positives.weights)
+        return Ranks(sums[1], sums[0], negatives, above, weights)
 
     def running_minimum(self, found: Any, values: Any) -> Any:
         groups = np.split(values, found.axis.first_positive[1:-1], axis=-1)
@@ -543,23 +521,62 @@ class NumbaBackend(TorchBackend):
 
     def line_at_positives(self, problem: Problem, found: Any, positives: Positives, weights: Any) -> Any:
         scores, rows = positives.scores.astype(found.scores.dtype), found.axis.own_rows.astype(np.uint32)
-        return _evaluate_line(found.axis, scores, rows, weights, np.ones_like(weights), np.empty(0, np.int64))
+        return _evaluate_line(found.axis, scores, rows, weights, np.ones_like(weights), _NO_GROUPS, 2 * problem.delta)
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.as_tensor(values, dtype=dtype)
 
     def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, own: Any) -> Tensor:
-        own = own * problem.num_processes
-        return torch.from_numpy(_evaluate_line(found.axis, found.scores, found.rows, own, ranks.n, positives.index))
+        own, width = own * problem.num_processes, 2 * problem.delta
+        return torch.from_numpy(
+            _evaluate_line(found.axis, found.scores, found.rows, own, ranks.n, positives.index, width)
+        )
 
 
-def _evaluate_line(axis: Axis, scores: Any, rows: Any, own: Any, n: Any, index: Any) -> Any:
-    """See ``_cut_line`` and ``_write_gradient``."""
+def _cut_axis(scores: Any, first_positive: Any, delta: float, dtype: Any) -> Axis:
+    """Cuts the score axis at s_i - delta and s_i + delta, for each group."""
+    per_positive, count, groups = 2 if delta > 0 else 1, len(scores), np.arange(len(first_positive))
+    first_row = first_positive * per_positive + groups
+    edges, (gaps, lengths, ramps) = np.empty(first_row[-1] + 1, dtype), np.empty((3, first_row[-1] + 1))
+    rows = (edges, gaps, lengths, ramps, *np.empty((3, count), np.int64), np.empty(count))
+    place_edges(scores, delta, first_positive, first_row, *rows)
+    return Axis(first_positive, first_row, 0.5 / delta if delta > 0 else 0.0, *rows)
+
+
+def _cells_per_row(size: int, num_rows: int) -> int:
+    """How fine the lookup tables are: most cells hold no edge, or one."""
+    return min(max(size // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
+
+
+def _make_tables(axis: Axis, size: int) -> tuple[Any, ...]:
+    """The arguments of :func:`fill_tables` from ``first_cell`` on, filled."""
+    groups = np.arange(len(axis.first_row))
+    first_cell = axis.first_row * _cells_per_row(size, len(axis.edges) - 1) + 2 * groups
+    ends = np.empty((3, len(groups) - 1), axis.edges.dtype)
+    table = np.zeros(first_cell[-1], np.uint32)
+    fill_tables(axis.edges, axis.first_row, first_cell, table, *ends)
+    return first_cell, table, *ends
+
+
+def _evaluate_line(axis: Axis, scores: Any, rows: Any, own: Any, n: Any, index: Any, width: float) -> Any:
+    """See :func:`cut_line` and :func:`write_gradient`."""
     out, heights, slopes = np.empty_like(scores), np.empty_like(axis.edges), np.empty_like(axis.edges)
-    cut_line(axis, own, n, heights, slopes)
-    rest = (rows, axis.delta, axis.edges, heights, slopes, index, own, out)
+    cut_line(own, n, *axis.lines(), axis.inverse, heights, slopes)
+    rest = (rows, width, axis.edges, heights, slopes, index, own, out)
     _in_parts(len(scores), lambda start, stop: write_gradient(scores, start, stop, *rest))
     return out
+
+
+def _negatives_and_weights(axis: Axis, tallies: Any, weights: Any) -> tuple[Any, Any]:
+    """The number of negatives ranked with each positive, and its weight in the mean [P]."""
+    num_groups, sizes = len(axis.first_row) - 1, np.diff(axis.first_positive)
+    negatives = np.add.reduceat(tallies[:-1, 0], axis.first_row[:-1])
+    if num_groups == 1 and weights is None:
+        return negatives, np.full(sizes[0], 1 / sizes[0])
+    group = np.repeat(np.arange(num_groups), sizes)
+    weights = np.ones(len(group)) if weights is None else weights
+    totals = np.bincount(group, weights)
+    return negatives[group], weights / np.where(totals > 0, totals, 1)[group] / num_groups
 
 
 def _number_groups(problem: Problem, found: Any, positives: Positives) -> tuple[Any, Any]:
