@@ -1,8 +1,10 @@
 """Faults around a run: folders in the way, workers that die, saves that fail, and records of what ran."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,12 @@ def test_bfloat16_without_native_support_is_reported_at_the_start_with_the_remed
     train(make_config(precision="bfloat16", schedule={"length": 1}))
     warned = "--precision float32" in capsys.readouterr().err
     assert warned == emulates_bfloat16(torch.device("cpu"))
+
+
+def test_the_summary_of_an_older_version_is_read(make_config: MakeConfig) -> None:
+    summary = train(make_config(schedule={"length": 1}))
+    file = Path(summary.folder) / "summary.json"
+    values = json.loads(file.read_text())
+    del values["resume_changes"], values["oLRP"]
+    file.write_text(json.dumps(values))
+    assert type(summary).read(file) == replace(summary, oLRP=None)
