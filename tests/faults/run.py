@@ -75,7 +75,7 @@ def areas() -> list[Area]:
         Area("signals", "kill -9, SIGTERM, Ctrl-C", 70),
         Area("predict", "interrupted predict", 1),
         Area("resume", "resume: identical, mapped or refused", 27),
-        Area("runs", "run folders, workers, records of what ran", 16),
+        Area("runs", "run folders, workers, records of what ran", 17),
         Area("feature_cache", "damaged feature cache", 46),
         Area("disk", "full disk, read-only, no permission", 36),
         Area("losses", "losses", 1000),
