@@ -4,13 +4,13 @@ A ranking loss determines the order of detections, not the scale of their scores
 arbitrary place. A monotone map, fitted on held-out images, turns scores into precision.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.ops import box_convert
 
 from aploss.detectors.labels import AnchorLabels
 from aploss.errors import ConfigError, DataError
@@ -36,6 +36,17 @@ def check_loss(loss: object, model: nn.Module, *, has_background: bool) -> None:
         raise ConfigError(f"use_loss takes a loss object such as APLoss() or None, got {loss!r}")
     if traits_of(loss).softmax and not has_background:
         raise ConfigError(f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks")
+
+
+def warn_uncalibrated(loss: nn.Module, model: nn.Module, dropped: str, keep: str) -> None:
+    """Warns, for the caller of ``use_loss``, of a threshold: says which detections are dropped and what keeps them."""
+    label = traits_of(loss).label or type(loss).__name__
+    warnings.warn(
+        f"{type(model).__name__} drops {dropped}, but {label} determines the order of scores, not their scale: {keep}, "
+        "and fit a scale after training with calibrate(model, images, targets)",
+        ScoreThresholdWarning,
+        stacklevel=4,
+    )
 
 
 def labels_from_matches(matches: Tensor, classes: Sequence[Tensor], boxes: Sequence[Tensor]) -> AnchorLabels:
@@ -95,14 +106,11 @@ def fit_precision(
     if not any(len(target["labels"]) for target in targets):
         raise DataError("cannot calibrate scores on images without objects")
     found = DetectionTable.from_predictions(range(len(targets)), [dict(one) for one in detections])
-    annotations = []
-    for image, target in enumerate(targets):
-        boxes = box_convert(target["boxes"].cpu().double(), "xyxy", "xywh")
-        crowd = target.get("iscrowd", torch.zeros_like(target["labels"]))
-        rows = zip(boxes.tolist(), target["labels"].tolist(), crowd.int().tolist(), strict=True)
-        annotations += [
-            {"image_id": image, "bbox": row[0], "category_id": row[1] + 1, "iscrowd": row[2]} for row in rows
-        ]
+    with_scores = [{**target, "scores": torch.ones(len(target["labels"]))} for target in targets]
+    annotations = DetectionTable.from_predictions(range(len(targets)), with_scores).to_results()
+    crowd = torch.cat([target.get("iscrowd", torch.zeros_like(target["labels"])).int().cpu() for target in targets])
+    for annotation, is_crowd in zip(annotations, crowd.tolist(), strict=True):
+        annotation["iscrowd"] = is_crowd
     images = [{"id": image} for image in range(len(targets))]
     labels = {*found.category_ids.tolist(), *(one["category_id"] for one in annotations)}
     categories = [{"id": label, "name": str(label)} for label in sorted(labels)]

@@ -5,7 +5,6 @@ their RPN and ``forward`` of their RoI heads. An attribute of that one object sh
 the attribute restores the model.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,13 +70,8 @@ def swap_loss(model: Any, loss: nn.Module | None, score_thresh: float | None) ->
         thresholded[-1].score_thresh = score_thresh
     highest = max(limited.score_thresh for limited in thresholded)
     if highest > 0 and not traits_of(loss).calibrated:
-        warnings.warn(
-            f"{type(model).__name__} drops detections with a score below {highest:g}, but "
-            f"{traits_of(loss).label or type(loss).__name__} determines the order of scores, not their scale: keep all "
-            "with use_loss(..., score_thresh=0), and fit a scale after training with calibrate(model, images, targets)",
-            shared.ScoreThresholdWarning,
-            stacklevel=3,
-        )
+        dropped = f"detections with a score below {highest:g}"
+        shared.warn_uncalibrated(loss, model, dropped, "keep all with use_loss(..., score_thresh=0)")
 
 
 def _dense_losses(
@@ -118,25 +112,21 @@ def _objectness_loss(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the hook would be a constant of the compiled code
-def _box_head_forward(heads: Any, *arguments: Any, **options: Any) -> Any:
+def _box_head_forward(heads: Any, features: Any, proposals: Any, image_shapes: Any, targets: Any = None) -> Any:
     """Wraps ``RoIHeads.forward`` and replaces the losses of the box head, for the proposals that it samples."""
-    forward, select = type(heads).forward, heads.select_training_samples
+    forward = partial(type(heads).forward, heads, features, proposals, image_shapes, targets)
     if not heads.training:
-        return forward(heads, *arguments, **options)
-    seen: dict[str, Any] = {}
-
-    def select_training_samples(*inputs: Any) -> Any:
-        seen["samples"] = select(*inputs)
-        return seen["samples"]
-
-    heads.select_training_samples = select_training_samples
-    hook = heads.box_predictor.register_forward_hook(lambda _module, _inputs, output: seen.update(outputs=output))
+        return forward()
+    _, _, labels, regression_targets = samples = heads.select_training_samples(proposals, targets)
+    heads.select_training_samples = lambda *_: samples
+    outputs: list[Any] = []
+    hook = heads.box_predictor.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        detections, losses = forward(heads, *arguments, **options)
+        detections, losses = forward()
     finally:
         hook.remove()
         del heads.select_training_samples
-    (class_logits, box_regression), (_, _, labels, regression_targets) = seen["outputs"], seen["samples"]
+    class_logits, box_regression = outputs[0]
     # images may have different numbers of proposals
     scores = pad_sequence([*torch.split(class_logits, [len(one) for one in labels])], batch_first=True)
     classes = pad_sequence([one - 1 for one in labels], batch_first=True, padding_value=IGNORED)

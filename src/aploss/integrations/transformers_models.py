@@ -7,7 +7,6 @@ Matching, box terms, layers, denoising queries and groups of queries remain the 
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,13 +64,8 @@ def swap_loss(model: Any, loss: nn.Module | None, weights: Mapping[str, float]) 
     set_calibration(model, None)  # a calibration belongs to the previous loss
     model.loss_function = swapped
     if not traits_of(loss).calibrated:
-        warnings.warn(
-            f"{type(loss).__name__} determines the order of the scores of {type(model).__name__}, not their scale: "
-            "post_process_object_detection(threshold=0.5) would drop correct detections; measure AP with threshold=0, "
-            "and fit a scale after training with calibrate(model, images, targets)",
-            shared.ScoreThresholdWarning,
-            stacklevel=3,
-        )
+        dropped = "detections with a score below the threshold of post_process_object_detection, by default 0.5"
+        shared.warn_uncalibrated(loss, model, dropped, "measure AP with threshold=0")
 
 
 def _config_values(weights: Mapping[str, float], config: object) -> dict[str, float]:

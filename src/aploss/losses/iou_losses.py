@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sigmoid_loss import SigmoidLoss, check_range, mean_over_positives
+from .focal_loss import SigmoidLoss, check_range, mean_over_positives
 from .traits import LossTraits, register_loss
 
 MIN_TARGET = 0.01  # of a positive in IA-BCE, as in the code that its authors released

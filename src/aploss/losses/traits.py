@@ -16,7 +16,7 @@ Adding a loss takes one file::
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -136,12 +136,7 @@ def register_loss(name: str) -> Callable[[LossClass], LossClass]:
         >>> register_loss("focal")(FocalLoss) is FocalLoss  # a class may be registered again under its own name
         True
     """
-
-    def add(loss_class: LossClass) -> LossClass:
-        LOSSES.register(name)(loss_class)
-        return loss_class
-
-    return add
+    return cast("Callable[[LossClass], LossClass]", LOSSES.register(name))
 
 
 def traits_of(loss: object) -> LossTraits:
