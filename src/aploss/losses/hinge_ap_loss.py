@@ -73,74 +73,64 @@ def _value_and_gradient(scores: Tensor, targets: Tensor, _: bool) -> tuple[Value
     positives, positive_order = flat[positive_index].double().sort()  # ascending
     negatives, negative_order = flat[negative_index].sort(descending=True)
 
-    passed = _count_by_passed_positives(positives, negatives)  # [P + 1]
-    above = passed.flip(0).cumsum(0).flip(0)[1:]  # [P] negatives that R puts above each positive
+    passes = _passed_positives(positives, negatives)  # [N], descending
+    levels = torch.arange(1, num_positives + 1, device=flat.device)
+    above = num_negatives - torch.searchsorted(passes.flip(0), levels)  # [P] negatives that R puts above each positive
     moved = int(above[0])  # these pass at least the lowest positive
     origin = positives[0]  # keeps the digits of scores with a large offset
     sums = torch.cat([positives.new_zeros(1), (negatives[:moved].double() - origin).cumsum(0)])
     moved_sums = sums[above]  # of the negatives above each positive
-    rank_among_positives = torch.arange(num_positives, 0, -1, device=flat.device)
+    rank_among_positives = levels.flip(0)
     precision = (rank_among_positives / (rank_among_positives + above).double()).mean()
     per_pair = 2 / (num_positives * num_negatives)  # R_ij turns from 1 to -1
     loss = 1 - precision - per_pair * (above * (positives - origin) - moved_sums).sum()
 
-    levels = torch.arange(num_positives, -1, -1, device=flat.device)
-    passes = levels.repeat_interleave(passed.flip(0))[:moved]  # [moved] positives passed by each
     gradient[positive_index[positive_order]] = (-per_pair * above.double()).to(dtype)
-    gradient[negative_index[negative_order[:moved]]] = (per_pair * passes.double()).to(dtype)
+    gradient[negative_index[negative_order[:moved]]] = (per_pair * passes[:moved].double()).to(dtype)
     return (loss.to(dtype),), (gradient.view(scores.shape),)
 
 
 _OPERATOR = Operator("hinge_ap_loss", "Tensor scores, Tensor targets", _value_and_gradient)
 
 
-def _count_by_passed_positives(positives: Tensor, negatives: Tensor) -> Tensor:
-    """How many negatives pass exactly r positives in the loss-augmented ranking, r = 0..P.
+def _passed_positives(positives: Tensor, negatives: Tensor) -> Tensor:
+    """How many positives each negative passes in the loss-augmented ranking, int64 [N], descending.
 
-    The middle negative of a run is placed first. Those before it then pass at least as many
-    positives, those after it at most as many, and a run with one number left is done: all runs of
-    a round together look at no more than 2P places, and there are log2(N) rounds.
+    The middle negative is placed first. Those before it then pass at least as many positives, those after it at most
+    as many, which bounds the middle ones of both halves, and so on: all negatives of a round look at no more than P
+    places together, and there are log2(N) rounds.
 
     Args:
         positives: ascending, float64 [P].
         negatives: descending [N].
     """
-    counts = torch.zeros(len(positives) + 1, dtype=torch.int64, device=positives.device)
-    # Runs of negatives first..last - 1, each of which passes fewest..most positives.
-    runs = counts.new_tensor([[0], [len(negatives)], [0], [len(positives)]])
-    while runs.shape[1]:
-        first, last, fewest, most = runs
-        middle = (first + last) // 2
-        passed = _best_places(middle, fewest, most, positives, negatives)
-        counts.index_add_(0, passed, torch.ones_like(passed))
-        before = torch.stack([first, middle, passed, most])
-        after = torch.stack([middle + 1, last, fewest, passed])
-        runs = torch.cat([before, after], dim=1)
-        first, last, fewest, most = runs
-        settled = fewest == most
-        counts.index_add_(0, fewest[settled], (last - first)[settled])
-        runs = runs[:, ~settled & (first < last)]
-    return counts
+    stride = 1 << len(negatives).bit_length()
+    passed = torch.zeros(stride + 1, dtype=torch.int64, device=positives.device)
+    passed[0] = len(positives)  # bounds the first negative, which is number 1; 0 bounds the last one
+    while stride := stride // 2:
+        which = torch.arange(stride, len(negatives) + 1, 2 * stride, device=positives.device)
+        passed[which] = _best_places(which, passed[which + stride], passed[which - stride], positives, negatives)
+    return passed[1 : len(negatives) + 1]
 
 
 def _best_places(which: Tensor, fewest: Tensor, most: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
-    """How many positives each of these negatives passes in the maximum, within its bounds.
+    """How many positives each of these negatives, counted from 1, passes in the maximum, within its bounds.
 
-    The negative j (the j-th highest, from 1) gains by passing the i-th highest positive
+    The negative j (the j-th highest) gains by passing the i-th highest positive
     i / (i + j - 1) - i / (i + j) in AP and loses 2 (s_i - s_j) / N in F, both over P; the best
     place has the largest sum of these on the way up to it.
     """
     steps = most - fewest
-    run = torch.arange(len(which), device=which.device).repeat_interleave(steps)
-    start = steps.cumsum(0) - steps  # [runs] where each run's steps begin
+    run = torch.arange(len(which), device=which.device).repeat_interleave(steps)  # the negative of each step
+    start = steps.cumsum(0) - steps  # where each negative's steps begin
     position = torch.arange(len(run), device=run.device) - start[run]
     passing = fewest[run] + position  # the positive that this step passes, from the lowest
     i = (len(positives) - passing).double()
-    j = (which[run] + 1).double()
+    j = which[run].double()
     gain = i / ((i + j - 1) * (i + j))
-    gain -= 2 / len(negatives) * (positives[passing] - negatives[which].double()[run])
+    gain -= 2 / len(negatives) * (positives[passing] - negatives[which - 1].double()[run])
     before = torch.cat([gain.new_zeros(1), gain.cumsum(0)])
-    height = before[1:] - before[start][run]  # sum of gains from the run's lower bound
+    height = before[1:] - before[start][run]  # sum of gains from the lower bound
     highest = gain.new_zeros(len(which)).scatter_reduce_(0, run, height, "amax")
     # The fewest steps that reach it; none where no step gains.
     reached = torch.where(height == highest[run], position + 1, len(positives) + 1)
