@@ -264,7 +264,8 @@ def _add_comparison(add: Add) -> None:
     tune = "use the recipe's learning rate instead of searching one for each row; implied if it is given"
     add("--no-tune", **FLAG, help=tune)
     add("--tune-steps", **COUNT, help="steps per search trial")
-    add("--out", **DIR, help="folder of the report and tables; by default runs/compare-... or runs/NAME-SCALE-DATA")
+    out = "folder of the report and tables; by default runs/compare-... or runs/NAME-SCALE-DATA"
+    add("--out", dest="folder", **DIR, help=out)  # "out" is a setting of each run
     add("--cache", **DIR, help="folder of the runs; by default 'cache' next to --out")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
 

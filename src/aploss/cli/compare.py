@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.train import given_settings, shorthand_changes, suggest_settings
+from aploss.cli.train import recipe_and_changes
 from aploss.errors import ConfigError, require_packages
 from aploss.experiments import compare, reproduce
 from aploss.experiments.plan import describe_plan, more_seeds, parse_seeds, parse_settings
@@ -22,7 +22,6 @@ from aploss.experiments.results import MIN_SEEDS
 from aploss.experiments.runs import RATE
 from aploss.experiments.search import Search
 from aploss.experiments.workers import Workers
-from aploss.training.config import load_config, merge
 from aploss.training.distributed import TrainingInterruptedError
 
 DEFAULT_LOSSES = ("ap", "focal", "ce-ohem", "auc")
@@ -32,7 +31,7 @@ def run_compare(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     if options.runs:
         require_packages("scipy")
-        out = options.out or Path("runs/compare-runs")
+        out = options.folder or Path("runs/compare-runs")
         compare.compare_runs(options.runs, out)
         _show(out)
         return 0
@@ -44,7 +43,7 @@ def run_compare(options: Namespace) -> int:
     tunes = not options.no_tune and RATE not in {*vary, *vars(options)}
     if (options.tune_steps or over) and not tunes:
         raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires the search for learning rates")
-    recipe, changes = _recipe_and_changes(options)
+    recipe, changes, _ = recipe_and_changes(options, "demo" if options.data in (None, "builtin") else None)
     first = parse_seeds(options.seeds)
     plan = compare.comparison_plan(
         options.losses or ([] if vary else DEFAULT_LOSSES),
@@ -62,16 +61,6 @@ def run_compare(options: Namespace) -> int:
     if len(plan.seeds) < MIN_SEEDS:
         print(f"fewer than {MIN_SEEDS} seeds rarely decide anything: use --seeds {MIN_SEEDS} or more", file=sys.stderr)
     return _run_comparison(options, compare.default_out(plan), partial(compare.compare, plan))
-
-
-def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
-    """The recipe, given or chosen for data and machine, and the settings that override it."""
-    changes = given_settings(options)
-    changes.pop("out", None)  # of the page, not of a run
-    recipe = options.recipe or ("demo" if options.data in (None, "builtin") else None)
-    if recipe is None:
-        recipe, changes, _ = suggest_settings(changes, sized=options.image_size is not None)
-    return recipe, merge(changes, shorthand_changes(options, load_config(recipe, changes)))
 
 
 def run_reproduce(options: Namespace) -> int:
@@ -97,7 +86,7 @@ def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., A
     plugins = tuple(str(Path(file).resolve()) for file in options.plugin)
     limits = {"cpus": options.cpus_per_run, "gpus": options.gpus_per_run}
     workers = Workers(count=options.workers, ray=options.ray, plugins=plugins, **limits)
-    out = options.out or default_out
+    out = options.folder or default_out
     try:
         results = work(out, cache=options.cache, workers=workers, quiet=options.quiet)
     except TrainingInterruptedError as interruption:
