@@ -1,16 +1,17 @@
-"""``aploss compare`` and ``aploss reproduce``: losses, settings or a table of the paper, compared over seeds.
+"""Experiments: ``aploss compare``, ``reproduce``, ``theory`` and ``bench``.
 
-For each seed all rows share initial weights, data order and schedule; the learning rate of each is searched first. Runs
-are cached: adding a loss or a seed later trains only that, and the same command resumes an interrupted comparison.
-
-``reproduce`` shows the effect of the paper on the built-in data (or --data) in minutes; the paper's own scale uses
-every setting of the paper and is for GPUs.
+``compare`` trains with losses or settings over seeds. For each seed all rows share initial weights, data order and
+schedule; the learning rate of each is searched first. Runs are cached: adding a loss or a seed later trains only that,
+and the same command resumes an interrupted comparison. ``reproduce`` shows the effect of the paper on the built-in data
+(or --data) in minutes; the paper's own scale uses every setting of the paper and is for GPUs.
 """
 
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from aploss.experiments.results import MIN_SEEDS
 from aploss.experiments.runs import RATE
 from aploss.experiments.search import Search
 from aploss.experiments.workers import Workers
+from aploss.files import write_json
 from aploss.training.distributed import TrainingInterruptedError
 
 DEFAULT_LOSSES = ("ap", "focal", "ce-ohem", "auc")
@@ -101,3 +103,32 @@ def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., A
 def _show(out: Path) -> None:
     """Prints the table and the path of the report."""
     print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
+
+
+def run_theory(options: Namespace) -> int:
+    """Runs the studies, prints their verdicts and writes their page."""
+    from aploss import theory
+
+    studies = []
+    for name in theory.STUDIES if options.name == "all" else [options.name]:
+        start = time.perf_counter()
+        study = theory.STUDIES[name](options.seed)
+        studies.append(study)
+        print(f"{study.title} ({study.place}), {time.perf_counter() - start:.0f} s")
+        for verdict in study.verdicts:
+            print(f"  {verdict.word}: {verdict.claim}", flush=True)
+    print(f"report: {theory.write_studies(studies, options.out)}", flush=True)
+    return int(not all(study.holds for study in studies))
+
+
+def run_bench(options: Namespace) -> int:
+    """Runs the benchmarks, prints their tables and writes their results as JSON."""
+    for name in ("losses", "training-step") if options.what == "all" else (options.what,):
+        benchmark = import_module(f"aploss.benchmarks.{name.replace('-', '_')}")
+        show = (lambda step: None) if options.quiet else (lambda step: print(step, file=sys.stderr))
+        result = benchmark.run(show, quick=options.quick)
+        print(f"\n{name}\n{benchmark.table(result)}", flush=True)
+        write_json(options.out / f"{name}.json", result)
+    if not options.quiet:
+        print(f"\nresults: {options.out}", flush=True)
+    return 0

@@ -1,7 +1,7 @@
-"""``aploss eval``: evaluate a run on data, or a detections file of any detector against annotations.
+"""``aploss eval`` and ``aploss export``: a trained run evaluated, or written as ONNX.
 
-Detections are matched to annotations by their ids, which ``aploss predict --submission coco`` takes from the
-annotations.
+Detections files of any detector are evaluated, too: they are matched to annotations by their ids, which
+``aploss predict --submission coco`` takes from the annotations.
 """
 
 import json
@@ -15,7 +15,7 @@ from aploss.cli.train import run_folder_of
 from aploss.data import find_source
 from aploss.data.annotations import Annotations
 from aploss.data.coco import coco_names
-from aploss.detectors import load
+from aploss.detectors import export, load
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.matching import match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import coco_metrics, voc_metrics
@@ -106,3 +106,16 @@ def _write(folder: Path, truth: Annotations, table: DetectionTable, document: di
     write_json(folder / "metrics.json", {**document, "precision_recall_iou": iou, "precision_recall": lists})
     if curves:
         write_text(folder / "precision-recall.svg", precision_recall_plot(curves, iou))
+
+
+def run_export(options: Namespace) -> int:
+    """Exports, and prints what the file contains."""
+    if options.out.suffix.lower() != ".onnx":
+        raise ConfigError(f"--out {options.out}: the name must end in .onnx")
+    detector = load(options.run)
+    path = export.export_onnx(detector, options.out, size=options.size)
+    if not options.quiet:
+        scores = "calibrated" if detector.calibration is not None else "not calibrated"
+        print(f"{path}: {detector.name}, {path.stat().st_size / 1e6:.1f} MB, verified against the detector")
+        print(f"  classes: {', '.join(detector.class_names)}; scores: {scores}", flush=True)
+    return 0

@@ -157,7 +157,7 @@ def add_compare_options(parser: Parser) -> None:
 def _add_settings(group: Any, fields: Sequence[ConfigField], *, hidden: bool = False) -> None:
     """Adds an option for each setting; only given ones reach the namespace, under their dotted keys."""
     for field in fields:
-        names = [f"--{field.key.replace('_', '-')}", *SHORT_NAMES.get(field.key, ())]
+        names = [*SHORT_NAMES.get(field.key, ()), f"--{field.key.replace('_', '-')}"]
         text = SUPPRESS if hidden and len(names) == 1 else field.help.replace("%", "%%")
         group.add_argument(*names, dest=field.key, default=SUPPRESS, metavar=_metavar(field), help=text)
 
