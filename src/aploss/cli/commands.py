@@ -36,8 +36,7 @@ class Parser(ArgumentParser):
         if option not in known and mapping in known and mapping.endswith(".options"):  # an entry of a mapping
             self.add_argument(option, dest=name.removeprefix("--").replace("-", "_"), default=SUPPRESS)
         elif option not in known:
-            suggestion = did_you_mean(option.removeprefix("--"), [one.removeprefix("--") for one in known], prefix="--")
-            raise ConfigError(f"unknown option {name[:200]}{suggestion} (see {self.prog} --help)")
+            raise ConfigError(f"unknown option {name[:200]}{did_you_mean(option, known)} (see {self.prog} --help)")
         return option + equals + value
 
     def error(self, message: str) -> NoReturn:
