@@ -82,8 +82,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         >>> did_you_mean("--rate", ["--optimizer.rate"])
         "; did you mean '--optimizer.rate'?"
     """
-    names = {name.lower().lstrip("-"): name for name in known}  # the dashes of options say nothing
-    word = word.lower().lstrip("-")
+    names = {name.lower().removeprefix("--"): name for name in known}  # the dashes of options say nothing
+    word = word.lower().removeprefix("--")
     contained = [name for name in sorted(names, key=len, reverse=True) if name in word or word in name]
     similar = difflib.get_close_matches(word, names, n=1) or contained
     return f"; did you mean {names[similar[0]]!r}?" if word and similar else ""
