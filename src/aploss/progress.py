@@ -7,8 +7,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Self, TextIO
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, Self, TextIO, cast
 
 SECONDS_BETWEEN_LINES = 15.0
 # Control characters except tab and line feed, and Unicode's overrides of the writing direction.
@@ -26,10 +26,12 @@ def printable(text: str) -> str:
 
 
 class PrintableStream:
-    """A text stream that writes printable text; ``terminal`` is the stream it writes to."""
+    """A text stream that writes printable text; characters that its encoding lacks are written as escapes."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
+        if hasattr(terminal, "reconfigure"):
+            terminal.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         """Writes the text with control characters as escapes."""
@@ -41,19 +43,10 @@ class PrintableStream:
 
 @contextmanager
 def printable_output() -> Iterator[None]:
-    """Makes everything that is printed safe: class and file names, error messages, warnings, tracebacks.
-
-    Characters that the encoding of the output lacks are written as escapes.
-    """
-    streams = sys.stdout, sys.stderr
-    for stream in streams:
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = map(PrintableStream, streams)
-    try:
+    """Makes everything that is printed safe: class and file names, error messages, warnings, tracebacks."""
+    stdout, stderr = map(cast(Any, PrintableStream), (sys.stdout, sys.stderr))
+    with redirect_stdout(stdout), redirect_stderr(stderr):
         yield
-    finally:
-        sys.stdout, sys.stderr = streams
 
 
 class Progress:
