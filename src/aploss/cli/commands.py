@@ -108,10 +108,10 @@ def _eval(add: Add) -> None:
     add("--batch-size", **COUNT, help="images per forward pass; by default as in validation")
     add("--annotations", **FILE, help="ground truth as COCO annotation JSON")
     add("--detections", **FILE, help="detections as COCO results JSON")
-    metrics = ["coco", "voc07", "voc12"]
-    add("--metric", choices=metrics, default="coco", help="voc07 averages 11 points, voc12 is the area under the curve")
-    add("--iou", type=float, metavar="X", help="only this IoU; by default 0.50:0.95 for coco, 0.5 for voc07 and voc12")
-    add("--max-detections", **COUNT, help="per image and class, coco only; by default 100, or as the run returns")
+    metric = "COCO, VOC2007 (11 points) or VOC2010 and later (area under the curve)"
+    add("--metric", choices=["coco", "voc07", "voc12"], default="coco", help=metric)
+    add("--iou", type=float, metavar="X", help="only AP at this IoU; by default 0.50:0.95 for coco, 0.5 for voc")
+    add("--max-detections", **COUNT, help="per image and class, coco only; by default 100, or as many as a run returns")
     add("--json", **FLAG, help="print only one JSON object")
     add("--out", **DIR, help="folder for metrics.json and precision-recall curves")
 

@@ -43,7 +43,12 @@ def run_eval(options: Namespace) -> int:
         metrics = voc_metrics(truth, table, year=2007 if options.metric == "voc07" else 2012, iou=iou)
     document = {**metrics.as_dict(), "ignored_objects": ignored}
     if options.out is not None:
-        _write(options.out, truth, table, document, iou)
+        matches = (match_detections if options.metric == "coco" else match_voc)(truth, table, iou)
+        curves = precision_recall_curves(truth, table, matches=matches)
+        lists = {"precision_recall": {name: curve.as_dict() for name, curve in curves.items()}}
+        write_json(options.out / "metrics.json", {**document, "precision_recall_iou": iou, **lists})
+        if curves:  # some class has objects
+            write_text(options.out / "precision-recall.svg", precision_recall_plot(curves, iou))
     if options.json:
         print(json.dumps(document, allow_nan=False))
     else:
@@ -96,16 +101,6 @@ def _read(annotations: Path, detections: Path) -> tuple[Annotations, DetectionTa
         warning = f"{missed} of {len(truth.images)} images have no detections; their objects count as missed"
         print(f"aploss eval: warning: {warning}", file=sys.stderr)
     return truth, table, 0
-
-
-def _write(folder: Path, truth: Annotations, table: DetectionTable, document: dict[str, object], iou: float) -> None:
-    """Writes metrics.json and, if any class has objects, a plot of the curves."""
-    match = match_detections if document["metric"] == "coco" else match_voc
-    curves = precision_recall_curves(truth, table, matches=match(truth, table, iou))
-    lists = {name: curve.as_dict() for name, curve in curves.items()}
-    write_json(folder / "metrics.json", {**document, "precision_recall_iou": iou, "precision_recall": lists})
-    if curves:
-        write_text(folder / "precision-recall.svg", precision_recall_plot(curves, iou))
 
 
 def run_export(options: Namespace) -> int:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -120,14 +121,7 @@ def run_training(config: TrainConfig, options: Namespace, *, resume: bool, sourc
 
 def add_train_options(parser: Parser) -> None:
     """Adds the common options first, then one option for each setting of a run, in groups."""
-
-    def show_recipe(options: Namespace) -> None:
-        vars(options).pop("data", None)  # help reads no data
-        recipe, changes, _ = recipe_and_changes(options)
-        _show_values(parser, load_config(recipe, changes))
-        parser.epilog = f"Values in brackets come from the recipe {recipe} and your options.\n\n{parser.epilog}"
-
-    parser.before_help = show_recipe
+    parser.before_help = partial(_show_recipe, parser)
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     fields = {field.key: field for field in config_fields()}
     for key, names in (("loss", LOSSES.names()), ("detector", DETECTORS.names())):
@@ -187,14 +181,18 @@ def _image_size(text: str) -> int | list[int]:
     return int(sides[0]) if len(sides) == 1 else [int(side) for side in sides]
 
 
-def _show_values(parser: Parser, config: TrainConfig) -> None:
-    """Adds the value in a config to the help of each option of a setting, as it is typed, unless it is empty."""
+def _show_recipe(parser: Parser, options: Namespace) -> None:
+    """Adds the value of each setting that is not empty to its help, as it is typed, and names the recipe."""
+    vars(options).pop("data", None)  # help reads no data
+    recipe, changes, _ = recipe_and_changes(options)
+    config = load_config(recipe, changes)
     values = {field.key: attrgetter(field.key)(config) for field in config_fields()}
     values |= {config.schedule.unit: config.schedule.length, "image_size": config.batches.image_size}
     for action in parser._actions:
         if (value := values.get(action.dest)) not in (None, "", {}, ()):
             text = value if isinstance(value, str) else json.dumps(value)
             action.help = f"{action.help} [{text.replace('%', '%%')}]"
+    parser.epilog = f"Values in brackets come from the recipe {recipe} and your options.\n\n{parser.epilog}"
 
 
 def given_settings(options: Namespace) -> dict[str, Any]:
