@@ -32,11 +32,8 @@ DEFAULT_LOSSES = ("ap", "focal", "ce-ohem", "auc")
 def run_compare(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     if options.runs:
-        require_packages("scipy")
-        out = options.folder or Path("runs/compare-runs")
-        compare.compare_runs(options.runs, out)
-        _show(out)
-        return 0
+        out = Path("runs/compare-runs")
+        return _run_comparison(options, out, lambda out, **_: compare.compare_runs(options.runs, out))
     vary, over = parse_settings(options.vary, "--vary"), parse_settings(options.tune_over, "--tune-over")
     changed = {"schedule.length": options.steps or options.epochs, "batches.image_size": options.image_size}
     for key in vary:
@@ -83,7 +80,7 @@ def run_reproduce(options: Namespace) -> int:
 
 
 def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., Any]) -> int:
-    """Trains the runs of a comparison and prints its table; after Ctrl-C, says how to resume."""
+    """Carries a comparison out and prints its table and the path of its report; after Ctrl-C, says how to resume."""
     require_packages("scipy")  # for the intervals at the end: report it before hours of training
     plugins = tuple(str(Path(file).resolve()) for file in options.plugin)
     limits = {"cpus": options.cpus_per_run, "gpus": options.gpus_per_run}
@@ -94,15 +91,10 @@ def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., A
     except TrainingInterruptedError as interruption:
         print("interrupted; all runs are saved, the same command resumes", file=sys.stderr)
         return interruption.exit_code
-    _show(out)
+    print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
     if not results.complete:
         print("not finished: the same command resumes", file=sys.stderr)
     return int(not results.complete)
-
-
-def _show(out: Path) -> None:
-    """Prints the table and the path of the report."""
-    print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
 
 
 def run_theory(options: Namespace) -> int:
