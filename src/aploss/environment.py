@@ -2,12 +2,13 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,13 @@ def describe_environment() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: next((one.version for one in distributions(name=name)), None) for name in PACKAGES},
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:
@@ -51,8 +45,6 @@ def _commit() -> str | None:
 
 
 def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: (.+)", info.read_text(encoding="utf-8"), re.MULTILINE) if info.exists() else None
+    return name[1].strip() if name else platform.processor() or platform.machine()

@@ -73,25 +73,20 @@ def require_packages(*packages: str) -> None:
             raise missing_package(package)
 
 
-def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """The end of a message about an unknown name: the most similar known name, or an empty string.
-
-    Args:
-        word: the unknown name.
-        known: the names to choose from.
-        prefix: prepended to the suggested name, such as ``--`` for options.
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name or option: the most similar known one, or an empty string.
 
     Example:
         >>> did_you_mean("fokal", ["ap", "focal"])
         "; did you mean 'focal'?"
-        >>> did_you_mean("rate", ["optimizer.rate"], prefix="--")
+        >>> did_you_mean("--rate", ["--optimizer.rate"])
         "; did you mean '--optimizer.rate'?"
     """
-    names = {name.lower(): name for name in known}
-    word = word.lower()
+    names = {name.lower().removeprefix("--"): name for name in known}  # the dashes of options say nothing
+    word = word.lower().removeprefix("--")
     contained = [name for name in sorted(names, key=len, reverse=True) if name in word or word in name]
     similar = difflib.get_close_matches(word, names, n=1) or contained
-    return f"; did you mean {prefix + names[similar[0]]!r}?" if word and similar else ""
+    return f"; did you mean {names[similar[0]]!r}?" if word and similar else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

@@ -82,23 +82,6 @@ def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
-class _BoundedLoader(yaml.SafeLoader):
-    """Limits the aliases (``*name``), with which a short text can expand to any length."""
-
-    aliases = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        if is_alias:
-            self.aliases += 1
-            if self.aliases > MAX_YAML_ALIASES:
-                raise ValueError(f"more than {MAX_YAML_ALIASES} aliases (*name); write their content in full")
-            if node is not None and node.end_mark is None:
-                raise ValueError("an alias (*name) inside the content that it stands for")
-        return node
-
-
 def load_yaml(text: str) -> Any:
     """Parses YAML from a file of unknown origin; every file is read by this function.
 
@@ -112,7 +95,11 @@ def load_yaml(text: str) -> Any:
     if len(text) > MAX_YAML_CHARACTERS:
         raise ValueError(f"over {MAX_YAML_CHARACTERS >> 20} MB")
     try:
-        return yaml.load(text, _BoundedLoader)
+        if sum(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)) > MAX_YAML_ALIASES:
+            raise ValueError(f"more than {MAX_YAML_ALIASES} aliases (*name); write their content in full")
+        loader = yaml.SafeLoader(text)
+        loader.deep_construct = True  # refuses an alias inside the content that it stands for
+        return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:

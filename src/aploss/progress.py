@@ -1,19 +1,56 @@
-"""The progress display of long commands: bars on a terminal, lines elsewhere."""
+"""Output of commands that is safe on any terminal: progress, warnings, and names from a dataset or file system.
 
+Only the progress display imports rich, when it is built, so that ``aploss --help`` answers at once.
+"""
+
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import rich.progress
-from rich.console import Console
-
-from aploss.terminal import printable, terminal
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, Self, TextIO, cast
 
 SECONDS_BETWEEN_LINES = 15.0
+# Control characters except tab and line feed, Unicode's overrides of the writing direction, and unpaired surrogates,
+# from JSON or a file name that is not UTF-8, which cannot be written.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class Progress(rich.progress.Progress):
+def printable(text: str) -> str:
+    r"""The text with control characters and unpaired surrogates as visible escapes.
+
+    Example:
+        >>> print(printable("\x1b[31mred\n"), end="")
+        \x1b[31mred
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class PrintableStream:
+    """A text stream that writes printable text; characters that its encoding lacks are written as escapes."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal = terminal
+        if hasattr(terminal, "reconfigure"):
+            terminal.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        """Writes the text with control characters as escapes."""
+        return self.terminal.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Makes everything that is printed safe: class and file names, error messages, warnings, tracebacks."""
+    stdout, stderr = map(cast(Any, PrintableStream), (sys.stdout, sys.stderr))
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        yield
+
+
+class Progress:
     """Live bars of rich on a terminal, a line from time to time elsewhere.
 
     Args:
@@ -22,23 +59,30 @@ class Progress(rich.progress.Progress):
     """
 
     def __init__(self, *, quiet: bool, is_main: bool = True) -> None:
-        self._shows, self._warns = is_main and not quiet, is_main
-        console = Console(file=terminal(sys.stdout), soft_wrap=True, quiet=not self._shows)
-        columns = ("{task.description}", rich.progress.BarColumn(bar_width=None), rich.progress.MofNCompleteColumn())
-        more = ("{task.fields[text]}", rich.progress.TimeRemainingColumn(compact=True))
-        is_live = self._shows and sys.stdout.isatty()
-        super().__init__(*columns, *more, console=console, expand=True, disable=not is_live)
+        from rich import progress
+        from rich.console import Console
+
+        shows, self._warns = is_main and not quiet, is_main
+        terminal = getattr(sys.stdout, "terminal", sys.stdout)  # bars need control sequences
+        self._console = Console(file=terminal, soft_wrap=True, quiet=not shows)
+        columns = ("{task.description}", progress.BarColumn(bar_width=None), progress.MofNCompleteColumn())
+        more = ("{task.fields[text]}", progress.TimeRemainingColumn(compact=True))
+        self._is_live = shows and sys.stdout.isatty()
+        self._bars = progress.Progress(*columns, *more, console=self._console, expand=True, disable=not self._is_live)
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
 
-    def stop(self) -> None:
-        """Ends the bars; without any, rich would print an empty line."""
-        if not self.disable:
-            super().stop()
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_live:  # else rich would print an empty line
+            self._bars.stop()
 
     def note(self, text: str) -> None:
         """Shows a line of information."""
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-        self.console.print(printable(text), highlight=False, markup=False)
+        self._console.print(printable(text), highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
         """Shows a warning, also if quiet."""
@@ -52,20 +96,20 @@ class Progress(rich.progress.Progress):
         Yields:
             A function of the number of steps or images done, their total and optionally a new text about the task.
         """
-        number = self.add_task(description, total=None, completed=done, text=text)
-        task = self.tasks[self.task_ids.index(number)]
+        number = self._bars.add_task(description, total=None, completed=done, text=text)
+        task = next(one for one in self._bars.tasks if one.id == number)
 
         def show(done: int, total: int, text: str | None = None) -> None:
-            self.update(number, completed=done, total=total, text=task.fields["text"] if text is None else text)
-            if self.disable and time.monotonic() >= self._next_line:
+            self._bars.update(number, completed=done, total=total, text=task.fields["text"] if text is None else text)
+            if not self._is_live and time.monotonic() >= self._next_line:
                 left = "" if task.time_remaining is None else f"  {describe_seconds(task.time_remaining)} left"
                 self.note(f"{description} {done}/{total}  {task.fields['text']}{left}")
 
         try:
             yield show
         finally:
-            self.refresh()
-            self.remove_task(number)
+            self._bars.refresh()
+            self._bars.remove_task(number)
 
 
 def describe_seconds(seconds: float) -> str:

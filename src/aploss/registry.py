@@ -105,6 +105,4 @@ def load_plugins(files: Sequence[str | Path]) -> None:
             specification.loader.exec_module(module)
         except Exception as error:
             del sys.modules[name]
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"plugin {file}: {type(error).__name__}: {error}") from error

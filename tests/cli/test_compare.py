@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from fake_training import FakeTraining
 
 from aploss.cli import main as cli
 from aploss.training import TrainingInterruptedError, load_config
+from aploss.training.config import config_to_dict
 
 
 @pytest.fixture
@@ -32,6 +34,10 @@ def test_compare_prints_the_table_and_where_the_page_is(
     assert page.is_file()
     assert {config.schedule.length for config in trainer.configs} == {5}
     assert all(Path(config.out).parent == Path("runs/cache") for config in trainer.configs)
+    for config in trainer.configs:
+        Path(config.out, "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
+    assert cli.main(["compare", "--runs", *(config.out for config in trainer.configs)]) == 0
+    assert "report: runs/compare-runs/report.html" in capsys.readouterr().out
 
 
 def test_settings_and_shorthands_apply_to_all_losses(trainer: FakeTraining) -> None:

@@ -53,7 +53,7 @@ def test_the_help_of_train_shows_the_values_of_the_recipe(capsys: pytest.Capture
     assert recipe in words or len(words) == 1
     config = load_config(recipe)
     for text, value in (
-        ("peak learning rate", config.optimizer.learning_rate), ("images per forward pass", config.batches.size),
+        ("peak learning rate of the schedule", config.optimizer.learning_rate), ("over all ranks", config.batches.size),
         ("momentum of sgd", 0.75), (f"length of the training in {config.schedule.unit}", config.schedule.length),
     ):  # fmt: skip
         assert f"{text} [{value}]" in shown

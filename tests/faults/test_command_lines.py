@@ -70,6 +70,7 @@ data check nowhere
 data check notes.txt
 data check builtin --format pascal
 data show builtin --out x.xyz
+data show builtin --count 0
 data show builtin --out x.png --augment light --seed -1
 data convert nowhere --to coco --out x
 data convert builtin --to coco --out notes.txt

@@ -30,8 +30,8 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.predict import Prediction
 from aploss.errors import AplossError, ConfigError, require_packages
 from aploss.plotting.plots import loss_label
+from aploss.progress import printable
 from aploss.reports.run_files import read_run
-from aploss.terminal import printable
 from aploss.training.run_folder import Summary
 
 HOST = "127.0.0.1"

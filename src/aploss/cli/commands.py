@@ -36,8 +36,7 @@ class Parser(ArgumentParser):
         if option not in known and mapping in known and mapping.endswith(".options"):  # an entry of a mapping
             self.add_argument(option, dest=name.removeprefix("--").replace("-", "_"), default=SUPPRESS)
         elif option not in known:
-            suggestion = did_you_mean(option.removeprefix("--"), [one.removeprefix("--") for one in known], prefix="--")
-            raise ConfigError(f"unknown option {name[:200]}{suggestion} (see {self.prog} --help)")
+            raise ConfigError(f"unknown option {name[:200]}{did_you_mean(option, known)} (see {self.prog} --help)")
         return option + equals + value
 
     def error(self, message: str) -> NoReturn:
@@ -66,6 +65,7 @@ COUNT: dict[str, Any] = {"type": positive_int, "metavar": "N"}
 DIR: dict[str, Any] = {"type": Path, "metavar": "DIR"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 FLAG: dict[str, Any] = {"action": "store_true"}
+MANY: dict[str, Any] = {"action": "append", "default": []}
 
 
 # --- the options of each command; its docstring has a line for the help and examples ---
@@ -110,10 +110,8 @@ def _eval(add: Add) -> None:
     add("--detections", **FILE, help="detections as COCO results JSON")
     metric = "COCO, VOC2007 (11 points) or VOC2010 and later (area under the curve)"
     add("--metric", choices=["coco", "voc07", "voc12"], default="coco", help=metric)
-    iou = "evaluate AP at this IoU only; by default 0.50:0.95 for coco and 0.5 for voc"
-    add("--iou", type=float, metavar="X", help=iou)
-    limit = "detections per image and class (coco only); by default 100, or as many as the run returns"
-    add("--max-detections", **COUNT, help=limit)
+    add("--iou", type=float, metavar="X", help="only AP at this IoU; by default 0.50:0.95 for coco, 0.5 for voc")
+    add("--max-detections", **COUNT, help="per image and class, coco only; by default 100, or as many as a run returns")
     add("--json", **FLAG, help="print only one JSON object")
     add("--out", **DIR, help="folder for metrics.json and precision-recall curves")
 
@@ -129,10 +127,7 @@ def _predict(add: Add) -> None:
     add("run", help="run folder, checkpoint or ONNX file")
     add("images", nargs="+", help="image files, folders or glob patterns")
     add("--out", **DIR, help="folder for the results; by default runs/predict-RUN")
-    threshold = (
-        "minimum score, 0 to report everything, or 'lrp' for the LRP-optimal threshold of each class; by default the "
-        "best F1 on validation, or 0 for a submission"
-    )
+    threshold = "minimum score (0: all), or 'lrp' for the LRP-optimal one per class; by default best F1, or 0 to submit"
     add("--threshold", type=_threshold, metavar="X|lrp", help=threshold)
     add("--submission", choices=["coco", "voc"], help="write the result files of an evaluation server, and no pictures")
     add("--annotations", **FILE, help="COCO file with the image and category ids of --submission coco")
@@ -186,8 +181,7 @@ def _data_show(add: Add) -> None:
     """
     _add_source(add)
     add("--split", help="split of the dataset; all by default")
-    augment = "show images as this augmentation preset produces them for training"
-    add("--augment", choices=["paper", "light", "none"], help=augment)
+    add("--augment", choices=["paper", "light", "none"], help="show images as augmented for training")
     add("--count", **COUNT, default=16, help="number of images")
     add("--seed", type=int, default=0, help="seed of the choice and the augmentation")
     add("--out", **FILE, help="picture; by default runs/show-DATA-SPLIT.png")
@@ -212,19 +206,15 @@ def _compare(add: Add) -> None:
     aploss compare --vary batches.size=4,8 --vary criterion.box_loss=smooth-l1,giou --no-tune
     aploss compare --runs runs/a runs/b
     """
-    losses = "losses, with options as in ap:delta=0.5, see aploss train --help; with --vary by default the recipe's"
-    add("losses", nargs="*", help=losses)
-    vary = "setting to vary between rows, in all combinations; may be repeated"
-    add("--vary", action="append", default=[], metavar="KEY=A,B", help=vary)
-    searched = "setting, or option of one loss, to search together with the learning rate; may be repeated"
-    add("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
+    add("losses", nargs="*", help="names, with options as in ap:delta=0.5; with --vary by default the recipe's")
+    add("--vary", **MANY, metavar="KEY=A,B", help="setting to vary between rows, in all combinations")
+    add("--tune-over", **MANY, metavar="[LOSS:]KEY=A,B", help="setting or loss option to search with the learning rate")
     add("--data", metavar="PATH", help="dataset; the built-in one by default")
     add("--detector", metavar="NAME", help="detector; the recipe's by default, see aploss train --help")
     add("--recipe", help="settings to start from, see aploss train --help; chosen for data and machine by default")
     add("--seeds", default="3", help="number of seeds, or a list: 0,1,2")
     add("--validations", **COUNT, default=5, help="points of the curve of AP")
-    runs = "compare finished runs without training; runs that differ only in the seed share a row"
-    add("--runs", nargs="+", metavar="DIR", help=runs)
+    add("--runs", nargs="+", metavar="DIR", help="compare finished runs; runs that differ only in the seed share a row")
     _add_comparison(add)
 
 
@@ -236,11 +226,9 @@ def _reproduce(add: Add) -> None:
     aploss reproduce table2 --scale paper --data VOCdevkit --workers 4 --gpus-per-run 1
     """
     tables = ["table1a", "table1b", "table1c", "table2", "table3", "table4"]
-    figures = ["figure5a", "figure5b", "figure6", "figure7"]
-    add("name", choices=tables + figures, help="table or figure")
+    add("name", choices=[*tables, "figure5a", "figure5b", "figure6", "figure7"], help="table or figure")
     add("--scale", choices=["small", "paper"], default="small", help="minutes on a CPU, or the paper's own settings")
-    benchmark = "dataset of the paper; voc12 is VOC 2012 test, trained on 07++12"
-    add("--benchmark", choices=["voc", "voc12", "coco"], default="voc", help=benchmark)
+    add("--benchmark", choices=["voc", "voc12", "coco"], default="voc", help="voc12: VOC 2012 test, trained on 07++12")
     add("--data", metavar="PATH", help="dataset; built-in by default at small scale")
     add("--recipe", help="settings at small scale; by default demo for built-in data, else bccd-cpu")
     add("--seeds", help="number of seeds, or a list: 0,1,2; by default 3 at small scale, else 1")
@@ -251,17 +239,16 @@ def _reproduce(add: Add) -> None:
 
 def _add_comparison(add: Add) -> None:
     add("--plan", **FLAG, help="print the planned runs with their time, and exit")
-    until = "add seeds until every verdict is decided, to at most MAX; widens the intervals"
-    add("--seeds-until-decided", type=positive_int, metavar="MAX", help=until)
+    until = "add seeds until every verdict is decided, to at most N; widens the intervals"
+    add("--seeds-until-decided", **COUNT, help=until)
     add("--workers", **COUNT, default=1, help="runs at a time on this machine")
-    ray = "train on a Ray cluster: its address, or auto for the one that this machine belongs to"
-    add("--ray", metavar="ADDRESS", help=ray)
+    add("--ray", metavar="ADDRESS", help="train on a Ray cluster: its address, or auto for that of this machine")
     add("--cpus-per-run", **COUNT, help="CPUs and threads of a run")
     add("--gpus-per-run", type=float, metavar="X", help="GPUs of a run; may be a share of one")
-    tune = "use the recipe's learning rate instead of searching one for each row; implied if it is given"
-    add("--no-tune", **FLAG, help=tune)
+    add("--no-tune", **FLAG, help="do not search a learning rate for each row: take the recipe's, or --lr")
     add("--tune-steps", **COUNT, help="steps per search trial")
-    add("--out", **DIR, help="folder of the report and tables; by default runs/compare-... or runs/NAME-SCALE-DATA")
+    out = "folder of the report and tables; by default runs/compare-... or runs/NAME-SCALE-DATA"
+    add("--out", dest="folder", **DIR, help=out)  # "out" is a setting of each run
     add("--cache", **DIR, help="folder of the runs; by default 'cache' next to --out")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
 
@@ -291,8 +278,7 @@ def add_general_options(add: Add) -> None:
     """Adds the options of all commands."""
     add("--threads", **COUNT, help="number of CPU threads; all cores by default")
     add("--quiet", **FLAG, help="print only results, warnings and errors; training prints no results")
-    plugin = "Python file that registers losses, detectors or data formats; may be repeated"
-    add("--plugin", action="append", default=[], metavar="FILE.py", help=plugin)
+    add("--plugin", **MANY, metavar="FILE.py", help="Python file that registers losses, detectors or data formats")
     add("--debug", **FLAG, help="print the traceback of errors")
 
 
@@ -302,14 +288,14 @@ COMMANDS = {  # words → module of aploss.cli whose function run_NAME carries t
     ("eval",): ("eval", _eval),
     ("predict",): ("predict", _predict),
     ("app",): ("app", _app),
-    ("export",): ("small", _export),
+    ("export",): ("eval", _export),
     ("data", "check"): ("data", _data_check),
     ("data", "show"): ("data", _data_show),
     ("data", "convert"): ("data", _data_convert),
     ("compare",): ("compare", _compare),
     ("reproduce",): ("compare", _reproduce),
-    ("theory",): ("small", _theory),
-    ("bench",): ("small", _bench),
+    ("theory",): ("compare", _theory),
+    ("bench",): ("compare", _bench),
 }
 
 
@@ -330,6 +316,8 @@ def make_parser(words: tuple[str, ...]) -> Parser:
         train.add_train_options(parser) if words == ("train",) else train.add_compare_options(parser)
     add_general_options(parser.add_argument_group("general").add_argument)
     for action in parser._actions:
-        if action.default not in (None, SUPPRESS, []) and action.default is not False:
+        if action.default == []:
+            action.help = f"{action.help}; may be repeated"
+        elif action.default not in (None, SUPPRESS) and action.default is not False:
             action.help = f"{action.help} [default: %(default)s]"
     return parser

@@ -1,37 +1,34 @@
-"""``aploss compare`` and ``aploss reproduce``: losses, settings or a table of the paper, compared over seeds.
+"""Experiments: ``aploss compare``, ``reproduce``, ``theory`` and ``bench``.
 
-For each seed all rows share initial weights, data order and schedule; the learning rate of each is searched first. Runs
-are cached: adding a loss or a seed later trains only that, and the same command resumes an interrupted comparison.
-
-``reproduce`` shows the effect of the paper on the built-in data (or --data) in minutes; the paper's own scale uses
-every setting of the paper and is for GPUs.
+``compare`` trains with losses or settings over seeds. For each seed all rows share initial weights, data order and
+schedule; the learning rate of each is searched first. Runs are cached: adding a loss or a seed later trains only that,
+and the same command resumes an interrupted comparison. ``reproduce`` shows the effect of the paper on the built-in data
+(or --data) in minutes; the paper's own scale uses every setting of the paper and is for GPUs.
 """
 
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.train import given_settings, shorthand_changes, suggest_settings
+from aploss.cli.train import recipe_and_changes
 from aploss.errors import ConfigError, require_packages
 from aploss.experiments import compare, reproduce
 from aploss.experiments.plan import RATE, Search, describe_plan, more_seeds, parse_seeds, parse_settings
 from aploss.experiments.results import MIN_SEEDS
 from aploss.experiments.workers import Workers
-from aploss.training.config import load_config, merge
+from aploss.files import write_json
 from aploss.training.distributed import TrainingInterruptedError
 
 
 def run_compare(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     if options.runs:
-        require_packages("scipy")
-        out = options.out or Path("runs/compare-runs")
-        compare.compare_runs(options.runs, out)
-        _show(out)
-        return 0
+        out = Path("runs/compare-runs")
+        return _run_comparison(options, out, lambda out, **_: compare.compare_runs(options.runs, out))
     if not (options.losses or options.vary):
         raise ConfigError("name the losses, as in: aploss compare ap focal (--plan prints how long it takes)")
     vary, over = parse_settings(options.vary, "--vary"), parse_settings(options.tune_over, "--tune-over")
@@ -42,7 +39,7 @@ def run_compare(options: Namespace) -> int:
     tunes = not options.no_tune and RATE not in {*vary, *vars(options)}
     if (options.tune_steps or over) and not tunes:
         raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires the search for learning rates")
-    recipe, changes = _recipe_and_changes(options)
+    recipe, changes, _ = recipe_and_changes(options, "demo" if options.data in (None, "builtin") else None)
     first = parse_seeds(options.seeds)
     plan = compare.comparison_plan(
         options.losses,
@@ -60,16 +57,6 @@ def run_compare(options: Namespace) -> int:
     if len(plan.seeds) < MIN_SEEDS:
         print(f"fewer than {MIN_SEEDS} seeds rarely decide anything: use --seeds {MIN_SEEDS} or more", file=sys.stderr)
     return _run_comparison(options, compare.default_out(plan), partial(compare.compare, plan))
-
-
-def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
-    """The recipe, given or chosen for data and machine, and the settings that override it."""
-    changes = given_settings(options)
-    changes.pop("out", None)  # of the page, not of a run
-    recipe = options.recipe or ("demo" if options.data in (None, "builtin") else None)
-    if recipe is None:
-        recipe, changes, _ = suggest_settings(changes, sized=options.image_size is not None)
-    return recipe, merge(changes, shorthand_changes(options, load_config(recipe, changes)))
 
 
 def run_reproduce(options: Namespace) -> int:
@@ -90,23 +77,49 @@ def run_reproduce(options: Namespace) -> int:
 
 
 def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., Any]) -> int:
-    """Trains the runs of a comparison and prints its table; after Ctrl-C, says how to resume."""
+    """Carries a comparison out and prints its table and the path of its report; after Ctrl-C, says how to resume."""
     require_packages("scipy")  # for the intervals at the end: report it before hours of training
     plugins = tuple(str(Path(file).resolve()) for file in options.plugin)
     limits = {"cpus": options.cpus_per_run, "gpus": options.gpus_per_run}
     workers = Workers(count=options.workers, ray=options.ray, plugins=plugins, **limits)
-    out = options.out or default_out
+    out = options.folder or default_out
     try:
         results = work(out, cache=options.cache, workers=workers, quiet=options.quiet)
     except TrainingInterruptedError as interruption:
         print("interrupted; all runs are saved, the same command resumes", file=sys.stderr)
         return interruption.exit_code
-    _show(out)
+    print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
     if not results.complete:
         print("not finished: the same command resumes", file=sys.stderr)
     return int(not results.complete)
 
 
-def _show(out: Path) -> None:
-    """Prints the table and the path of the report."""
-    print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
+def run_theory(options: Namespace) -> int:
+    """Runs the studies, prints their verdicts and writes their page."""
+    from aploss import theory
+
+    studies = []
+    for name in theory.STUDIES if options.name == "all" else [options.name]:
+        start = time.perf_counter()
+        study = theory.STUDIES[name](options.seed)
+        studies.append(study)
+        print(f"{study.title} ({study.place}), {time.perf_counter() - start:.0f} s")
+        for verdict in study.verdicts:
+            print(f"  {verdict.word}: {verdict.claim}", flush=True)
+    print(f"report: {theory.write_studies(studies, options.out)}", flush=True)
+    return int(not all(study.holds for study in studies))
+
+
+def run_bench(options: Namespace) -> int:
+    """Runs the benchmarks, prints their tables and writes their results as JSON."""
+    from aploss.benchmarks import BENCHMARKS
+
+    for name in BENCHMARKS if options.what == "all" else (options.what,):
+        measure, table = BENCHMARKS[name]
+        show = (lambda step: None) if options.quiet else (lambda step: print(step, file=sys.stderr))
+        result = measure(show, quick=options.quick)
+        print(f"\n{name}\n{table(result)}", flush=True)
+        write_json(options.out / f"{name}.json", result)
+    if not options.quiet:
+        print(f"\nresults: {options.out}", flush=True)
+    return 0

@@ -1,7 +1,7 @@
-"""``aploss eval``: evaluate a run on data, or a detections file of any detector against annotations.
+"""``aploss eval`` and ``aploss export``: a trained run evaluated, or written as ONNX.
 
-Detections are matched to annotations by their ids, which ``aploss predict --submission coco`` takes from the
-annotations.
+Detections files of any detector are evaluated, too: they are matched to annotations by their ids, which
+``aploss predict --submission coco`` takes from the annotations.
 """
 
 import json
@@ -15,7 +15,7 @@ from aploss.cli.train import run_folder_of
 from aploss.data import find_source
 from aploss.data.annotations import Annotations
 from aploss.data.coco import coco_names
-from aploss.detectors import load
+from aploss.detectors import export, load
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.matching import match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import coco_metrics, voc_metrics
@@ -43,7 +43,12 @@ def run_eval(options: Namespace) -> int:
         metrics = voc_metrics(truth, table, year=2007 if options.metric == "voc07" else 2012, iou=iou)
     document = {**metrics.as_dict(), "ignored_objects": ignored}
     if options.out is not None:
-        _write(options.out, truth, table, document, iou)
+        matches = (match_detections if options.metric == "coco" else match_voc)(truth, table, iou)
+        curves = precision_recall_curves(truth, table, matches=matches)
+        lists = {"precision_recall": {name: curve.as_dict() for name, curve in curves.items()}}
+        write_json(options.out / "metrics.json", {**document, "precision_recall_iou": iou, **lists})
+        if curves:  # some class has objects
+            write_text(options.out / "precision-recall.svg", precision_recall_plot(curves, iou))
     if options.json:
         print(json.dumps(document, allow_nan=False))
     else:
@@ -98,11 +103,14 @@ def _read(annotations: Path, detections: Path) -> tuple[Annotations, DetectionTa
     return truth, table, 0
 
 
-def _write(folder: Path, truth: Annotations, table: DetectionTable, document: dict[str, object], iou: float) -> None:
-    """Writes metrics.json and, if any class has objects, a plot of the curves."""
-    match = match_detections if document["metric"] == "coco" else match_voc
-    curves = precision_recall_curves(truth, table, matches=match(truth, table, iou))
-    lists = {name: curve.as_dict() for name, curve in curves.items()}
-    write_json(folder / "metrics.json", {**document, "precision_recall_iou": iou, "precision_recall": lists})
-    if curves:
-        write_text(folder / "precision-recall.svg", precision_recall_plot(curves, iou))
+def run_export(options: Namespace) -> int:
+    """Exports, and prints what the file contains."""
+    if options.out.suffix.lower() != ".onnx":
+        raise ConfigError(f"--out {options.out}: the name must end in .onnx")
+    detector = load(options.run)
+    path = export.export_onnx(detector, options.out, size=options.size)
+    if not options.quiet:
+        scores = "calibrated" if detector.calibration is not None else "not calibrated"
+        print(f"{path}: {detector.name}, {path.stat().st_size / 1e6:.1f} MB, verified against the detector")
+        print(f"  classes: {', '.join(detector.class_names)}; scores: {scores}", flush=True)
+    return 0

@@ -16,8 +16,8 @@ from importlib.metadata import version
 
 from aploss.cli.commands import COMMANDS, Parser, add_general_options, describe, make_parser
 from aploss.errors import AplossError, ConfigError, did_you_mean, missing_package
+from aploss.progress import printable_output
 from aploss.registry import load_plugins
-from aploss.terminal import printable_output
 
 MAX_TEXT = 200  # characters of a user's word or of an unexpected error that are repeated in a message
 

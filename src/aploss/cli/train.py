@@ -8,7 +8,6 @@ import shlex
 import sys
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
 from functools import partial
 from itertools import count
 from operator import attrgetter
@@ -40,6 +39,8 @@ from aploss.training.distributed import FailedRankError, choose_device, is_main_
 from aploss.training.run_folder import RunFolder
 from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
+SHORT_NAMES = {"optimizer.learning_rate": ["--lr"], "batches.size": ["--batch-size"]}
+
 
 def run_demo(options: Namespace) -> int:
     """Trains the demo recipe in a new folder."""
@@ -51,50 +52,51 @@ def run_demo(options: Namespace) -> int:
 
 def run_train(options: Namespace) -> int:
     """Trains, and prints the metrics and the path of the report."""
-    config, suggested, source = _resolve_config(options)
-    config = _with_shorthands(options, config)
+    config, source = _resumed_config(options), None
+    if config is None:
+        recipe, changes, source = recipe_and_changes(options)
+        config = load_config(recipe, changes)
+        if options.recipe is None and config.data and is_main_process() and not (options.quiet or options.print_config):
+            print(f"recipe    {recipe} (chosen for this machine): {config.detector}")
     if options.print_config:
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
-    if suggested and config.data and not options.quiet and is_main_process():
-        print(f"recipe    {suggested} (chosen for this machine): {config.detector}")
     return run_training(config, options, resume=options.resume, source=source)
 
 
-def _with_shorthands(options: Namespace, config: TrainConfig) -> TrainConfig:
-    changes = shorthand_changes(options, config)
-    return config_from_dict(merge(config_to_dict(config), changes)) if changes else config
+def _resumed_config(options: Namespace) -> TrainConfig | None:
+    """The config of the run to resume, with the options given now; None if the options describe a whole run."""
+    given = given_settings(options)
+    if not options.resume or options.recipe is not None:
+        return None
+    if not {"out", "data"} & {*given}:
+        raise ConfigError("--resume needs the run folder: aploss train --resume --out RUN")
+    folder = RunFolder(given["out"]) if given.get("out") else None
+    if folder is None or ("data" in given and not folder.exists):
+        return None
+    values = merge(config_to_dict(folder.read_config()), given)
+    return config_from_dict(merge(values, shorthand_changes(options, config_from_dict(values))))
 
 
-def _resolve_config(options: Namespace) -> tuple[TrainConfig, str, DataFormat | None]:
-    """The config from recipe and options, or of the run to resume; the recipe and data source if found here."""
-    values = given_settings(options)
-    if "loss" in values:
-        LOSSES.get(values["loss"])  # before the data are read
-    if options.recipe is not None:
-        return load_config(options.recipe, values), "", None
-    if options.resume:
-        if not {"out", "data"} & {*values}:
-            raise ConfigError("--resume needs the run folder: aploss train --resume --out RUN")
-        folder = RunFolder(values["out"]) if values.get("out") else None
-        if folder is not None and (folder.exists or "data" not in values):
-            return config_from_dict(merge(config_to_dict(folder.read_config()), values)), "", None
-    recipe, values, source = suggest_settings(values, sized=options.image_size is not None)
-    return load_config(recipe, values), recipe, source
-
-
-def suggest_settings(values: dict[str, Any], *, sized: bool) -> tuple[str, dict[str, Any], DataFormat | None]:
-    """Chooses a recipe for the machine, and image sizes for the data unless they are given (``sized``).
+def recipe_and_changes(
+    options: Namespace, default_recipe: str | None = None
+) -> tuple[str, dict[str, Any], DataFormat | None]:
+    """Resolves the options of a new run; without a recipe, chooses one for the machine and image sizes for the data.
 
     Returns:
-        The recipe, the nested values with image sizes, and the source of the data if it was opened.
+        The recipe, the nested values that override it, and the source of the data if it was opened.
     """
-    config = config_from_dict(values)
-    recipe = suggest_recipe(choose_device(config.device), values.get("detector"))
-    if not config.data or sized or "image_size" in values.get("batches", {}):
-        return recipe, values, None
-    source = find_source(config.data, format=config.splits.format)
-    return recipe, merge(suggest_image_sizes(recipe, source), values), source
+    changes, source = given_settings(options), None
+    if "loss" in changes:
+        LOSSES.get(changes["loss"])  # before the data are read
+    recipe = options.recipe or default_recipe
+    if recipe is None:
+        config = config_from_dict(changes)
+        recipe = suggest_recipe(choose_device(config.device), changes.get("detector"))
+        if config.data and options.image_size is None and "image_size" not in changes.get("batches", {}):
+            source = find_source(config.data, format=config.splits.format)
+            changes = merge(suggest_image_sizes(recipe, source), changes)
+    return recipe, merge(changes, shorthand_changes(options, load_config(recipe, changes))), source
 
 
 def run_training(config: TrainConfig, options: Namespace, *, resume: bool, source: DataFormat | None = None) -> int:
@@ -118,20 +120,14 @@ def run_training(config: TrainConfig, options: Namespace, *, resume: bool, sourc
 
 
 def add_train_options(parser: Parser) -> None:
-    """Adds ten common options first, then one option for each setting of a run, in groups."""
-
-    def show_recipe(options: Namespace) -> None:
-        recipe = options.recipe or suggest_settings({"device": "auto"}, sized=True)[0]  # without reading data
-        _show_values(parser, _with_shorthands(options, load_config(recipe, given_settings(options))))
-        parser.epilog = f"Values in brackets come from the recipe {recipe} and your options.\n\n{parser.epilog}"
-
-    parser.before_help = show_recipe
+    """Adds the common options first, then one option for each setting of a run, in groups."""
+    parser.before_help = partial(_show_recipe, parser)
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     fields = {field.key: field for field in config_fields()}
     for key, names in (("loss", LOSSES.names()), ("detector", DETECTORS.names())):
         fields[key] = fields[key]._replace(help=f"{fields[key].help}: {', '.join(names)}")
     common = parser.add_argument_group("common options")
-    _add_settings(common, [fields.pop(key) for key in ("data", "out", "loss", "detector")])
+    _add_settings(common, [fields.pop(key) for key in ("data", "out", "loss", "detector", *SHORT_NAMES)])
     common.add_argument("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file")
     _add_shorthands(common)
     run = parser.add_argument_group("run")
@@ -143,7 +139,7 @@ def add_train_options(parser: Parser) -> None:
 
 
 def add_compare_options(parser: Parser) -> None:
-    """Adds the settings that all rows of a comparison share; only their shorthands are in the help."""
+    """Adds the settings that all rows of a comparison share; the help shows only those with a short name."""
     text = "All other settings of aploss train are accepted as well: --batches.size 4 ..."
     group = parser.add_argument_group("settings of all rows", text)
     _add_shorthands(group)
@@ -155,9 +151,9 @@ def add_compare_options(parser: Parser) -> None:
 def _add_settings(group: Any, fields: Sequence[ConfigField], *, hidden: bool = False) -> None:
     """Adds an option for each setting; only given ones reach the namespace, under their dotted keys."""
     for field in fields:
-        text = SUPPRESS if hidden else field.help.replace("%", "%%")
-        name = f"--{field.key.replace('_', '-')}"
-        group.add_argument(name, dest=field.key, default=SUPPRESS, metavar=_metavar(field), help=text)
+        names = [*SHORT_NAMES.get(field.key, ()), f"--{field.key.replace('_', '-')}"]
+        text = SUPPRESS if hidden and len(names) == 1 else field.help.replace("%", "%%")
+        group.add_argument(*names, dest=field.key, default=SUPPRESS, metavar=_metavar(field), help=text)
 
 
 def _metavar(field: ConfigField) -> str:
@@ -170,13 +166,10 @@ def _metavar(field: ConfigField) -> str:
 
 
 def _add_shorthands(group: Any) -> None:
-    """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``."""
+    """Adds the options that change several settings; see :func:`shorthand_changes`."""
     lengths = group.add_mutually_exclusive_group()
     for unit in ("epochs", "steps"):
         lengths.add_argument(f"--{unit}", type=positive_int, metavar="N", help=f"length of the training in {unit}")
-    add = partial(group.add_argument, default=SUPPRESS)
-    add("--lr", dest="optimizer.learning_rate", metavar="X", help="peak learning rate")
-    add("--batch-size", dest="batches.size", metavar="N", help="images per forward pass")
     size = "size of training images: 320, or 240x320 (height x width)"
     group.add_argument("--image-size", type=_image_size, metavar="SIZE", help=size)
 
@@ -188,17 +181,18 @@ def _image_size(text: str) -> int | list[int]:
     return int(sides[0]) if len(sides) == 1 else [int(side) for side in sides]
 
 
-def _show_values(parser: Parser, config: TrainConfig) -> None:
-    """Adds the value in a config to the help of each option of a setting, as it is typed, unless it is empty."""
-    shorthands = {config.schedule.unit: "schedule.length", "image_size": "batches.image_size"}
+def _show_recipe(parser: Parser, options: Namespace) -> None:
+    """Adds the value of each setting that is not empty to its help, as it is typed, and names the recipe."""
+    vars(options).pop("data", None)  # help reads no data
+    recipe, changes, _ = recipe_and_changes(options)
+    config = load_config(recipe, changes)
+    values = {field.key: attrgetter(field.key)(config) for field in config_fields()}
+    values |= {config.schedule.unit: config.schedule.length, "image_size": config.batches.image_size}
     for action in parser._actions:
-        try:
-            value = attrgetter(shorthands.get(action.dest, action.dest))(config)
-        except AttributeError:  # not a setting
-            continue
-        if value not in (None, "", {}, ()) and not is_dataclass(value):
+        if (value := values.get(action.dest)) not in (None, "", {}, ()):
             text = value if isinstance(value, str) else json.dumps(value)
             action.help = f"{action.help} [{text.replace('%', '%%')}]"
+    parser.epilog = f"Values in brackets come from the recipe {recipe} and your options.\n\n{parser.epilog}"
 
 
 def given_settings(options: Namespace) -> dict[str, Any]:

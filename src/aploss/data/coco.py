@@ -20,7 +20,7 @@ from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.folder import DatasetFolder, ProblemError
 from aploss.data.formats import DataFormat, Parts, check_class_names, image_size, is_usual_split, register_format
 from aploss.errors import DataError
-from aploss.terminal import printable
+from aploss.progress import printable
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from aploss.errors import DataError, listed
-from aploss.terminal import printable
+from aploss.progress import printable
 
 EXTENSIONS = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm",

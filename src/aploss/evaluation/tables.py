@@ -12,7 +12,7 @@ from msgspec import UNSET
 from aploss.data import coco
 from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import DataError
-from aploss.terminal import printable
+from aploss.progress import printable
 
 
 @dataclass(frozen=True, kw_only=True)

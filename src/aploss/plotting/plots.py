@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aploss.terminal import printable
+from aploss.progress import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

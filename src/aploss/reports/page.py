@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from aploss.files import write_text
-from aploss.terminal import printable
+from aploss.progress import printable
 
 DASH = "\u2013"
 
