@@ -104,10 +104,10 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
             "logits must be [..., K + 1] with at least 2 columns and 2 axes, and targets the same "
             f"without the last axis, got {tuple(logits.shape)} and {tuple(targets.shape)}"
         )
-    if logits.dtype not in REAL_DTYPES or targets.dtype in REAL_DTYPES or targets.dtype not in TARGET_DTYPES:
-        raise ValueError(
-            f"logits must be floating point and targets integer class numbers, got {logits.dtype} and {targets.dtype}"
-        )
+    if logits.dtype not in REAL_DTYPES:
+        raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    if targets.dtype in REAL_DTYPES or targets.dtype not in TARGET_DTYPES:
+        raise ValueError(f"targets must be integer class numbers, got {targets.dtype}")
 
 
 def _check_values(logits: Tensor, targets: Tensor) -> None:
