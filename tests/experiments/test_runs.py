@@ -69,6 +69,9 @@ def test_several_scales_are_measured_once(
     results = reproduce("table3", asked, tmp_path / "page", cache=cache)
     folders = {run.folder for run in results.runs.values()}
     assert len(folders) == 1  # both rows are one run, the one of figure6
+    run = next(iter(results.runs.values()))
+    one, several = (row.measure.score(run) for row in results.plan.variants)
+    assert one == several is not None  # so that a search chooses the same learning rate for both
     file = next(iter(folders)) / "evaluation/multi_scale.json"
     kept = json.loads(file.read_text())
     assert results.values("several scales", "AP") == [kept["values"]["AP"]]

@@ -97,6 +97,10 @@ class MultiScaleMeasure(Measure):
         """An empty curve: validations during training have a single scale."""
         return TrainingCurve(steps=[], values=[])
 
+    def score(self, run: Run) -> float | None:
+        """The score at a single scale: both rows of Table 3 are the same weights."""
+        return DETECTION.score(run)
+
     def values(self, run: Run) -> Mapping[str, float | None]:
         file = run.folder / "evaluation" / "multi_scale.json"
         if not file.is_file():
