@@ -157,17 +157,22 @@ def _tensors(message: Any) -> Iterator[Any]:
 def _onnx_model(detector: Detector) -> bytes:
     detector.forward = detector.heads  # type: ignore[method-assign, assignment]  # of this copy
     dynamic = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # its other messages are for developers of the exporter
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        program = torch.onnx.export(
-            detector,
-            (_example(detector),),
-            dynamo=True,
-            verbose=False,
-            input_names=[INPUT],
-            output_names=list(OUTPUTS),
-            dynamic_shapes={INPUT: dict.fromkeys(dynamic, torch.export.Dim.DYNAMIC)},
-        )
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its other messages are for developers of the exporter
+    try:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            program = torch.onnx.export(
+                detector,
+                (_example(detector),),
+                dynamo=True,
+                verbose=False,
+                input_names=[INPUT],
+                output_names=list(OUTPUTS),
+                dynamic_shapes={INPUT: dict.fromkeys(dynamic, torch.export.Dim.DYNAMIC)},
+            )
+    finally:
+        logger.setLevel(level)
     assert program is not None
     model = program.model_proto
     record = Checkpoint.of(detector)
