@@ -92,7 +92,7 @@ def test_the_model_card_has_loss_and_ap_of_the_run_folder(
     numbers = {"AP": 0.5, "split": "<i>test</i>", "loss": "focal", "per_class": {}, "unreadable_images": {}}
     write_json(folder.summary_file, values | numbers)
     card = model_card(str(folder.path / "checkpoints" / "best.pt"), detector)
-    for text in ("Focal loss", "0.500 on &lt;i&gt;test", str(datetime.now().astimezone().year), *detector.class_names):
+    for text in ("Focal loss", "50.0 % on &lt;i&gt;test", str(datetime.now().astimezone().year), *detector.class_names):
         assert text in card
 
 

@@ -216,9 +216,11 @@ def model_card(run: str, detector: Detector) -> str:
     folder = run_folder_of(run)
     if folder is not None and folder.summary_file.is_file():
         summary = Summary.read(folder.summary_file)
-        ap = "not measured" if summary.AP is None else f"{summary.AP:.3f} on {summary.split}"
+        ap = "not measured" if summary.AP is None else f"{100 * summary.AP:.1f} % on {summary.split}"
         date = datetime.fromtimestamp(folder.summary_file.stat().st_mtime).astimezone()
         rows = {"AP": ap, "loss": loss_label(summary.loss), "detector": summary.detector, "data": summary.data} | rows
         rows["trained"] = f"{date:%d %B %Y}"
+    rows["path"] = run
     cells = "".join(f"<tr><th>{name}</th><td>{escape(printable(str(text)))}</td></tr>" for name, text in rows.items())
-    return f"<h2>{escape(printable(run))}</h2><table class='card'>{cells}</table>"
+    title = Path(run).resolve().name if folder is None else folder.path.resolve().name
+    return f"<h2>{escape(printable(title))}</h2><table class='card'>{cells}</table>"

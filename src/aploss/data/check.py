@@ -61,7 +61,7 @@ def _statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
         crowd=sum(int(part.crowd.sum()) for part in parts),
         boxes_of_class=dict(of_class),
         box_sizes=dict(zip(ranges, counts.tolist(), strict=True)),
-        image_sizes=" to ".join(limits),
+        image_sizes=" to ".join(dict.fromkeys(limits)),
     )
 
 
