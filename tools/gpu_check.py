@@ -45,7 +45,7 @@ class Recorder(TritonBackend):
         super().__init__()
         self.launches: set[Launch] = set()
 
-    def launch(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+    def launch(self, kernel: Any, size: int, *args: Any, **options: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False))
         warps = options.pop("num_warps", 4)
         types = {one.name: one.annotation_type or triton_type(given.get(one.name)) for one in kernel.params}

@@ -18,26 +18,30 @@ from aploss.training.distributed import keep_freed_memory
 
 Progress = Callable[[str], None]  # called with a description of each measurement
 Cases = dict[str, Callable[[], Any]]
+SECONDS_PER_TURN = 1e-3
 
 
 def best_in_turns(cases: Cases, seconds: float) -> dict[str, float]:
     """The best time of each case; they take turns for ``seconds`` per case, so that all have the same conditions.
 
-    Each timed call follows one of the same case, so that no case pays for the caches that another one has filled.
+    A turn starts with a call that is not timed and lasts a millisecond at least, so that no case pays for the caches
+    that another one has filled.
     """
     best = dict.fromkeys(cases, float("inf"))
     synchronize: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for case in cases.values():
-        case()
     stop, rounds = time.perf_counter() + seconds * len(cases), 0
     while rounds < 3 or time.perf_counter() < stop:
         for name, case in cases.items():
             case()
             synchronize()
-            start = time.perf_counter()
-            case()
-            synchronize()
-            best[name] = min(best[name], time.perf_counter() - start)
+            now = time.perf_counter()
+            turn = now + SECONDS_PER_TURN
+            while now < turn:
+                start = now
+                case()
+                synchronize()
+                now = time.perf_counter()
+                best[name] = min(best[name], now - start)
         rounds += 1
     return best
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import other_losses
 import pytest
 import torch
 from ranking_cases import by_quantiles
@@ -41,7 +42,7 @@ def two_columns(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_columns(scores: Tensor, targets: Tensor) -> Pair:
-    value, gradient = reference.ohem_cross_entropy(*two_columns(scores, targets))
+    value, gradient = other_losses.ohem_cross_entropy(*two_columns(scores, targets))
     return value, gradient[..., 1]
 
 
@@ -55,7 +56,7 @@ def with_ious(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_ious(scores: Tensor, targets: Tensor) -> Pair:
-    ranking, sorting, *gradients = reference.rank_sort_loss(*with_ious(scores, targets))
+    ranking, sorting, *gradients = other_losses.rank_sort_loss(*with_ious(scores, targets))
     return ranking + sorting, sum(gradients)
 
 
@@ -89,7 +90,7 @@ def with_box_losses(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
 
 
 def of_box_losses(scores: Tensor, targets: Tensor) -> Pair:
-    classification, localisation, gradient, _ = reference.alrp_loss(*with_box_losses(scores, targets))
+    classification, localisation, gradient, _ = other_losses.alrp_loss(*with_box_losses(scores, targets))
     return classification + localisation, gradient
 
 
@@ -98,7 +99,7 @@ LOSSES = {
     "auc": Loss(aploss.losses.AUCLoss, reference.auc_loss),
     "rank-sort": Loss(aploss.losses.RankSortLoss, of_ious, with_ious),
     "alrp": Loss(aploss.losses.ALRPLoss, of_box_losses, with_box_losses),
-    "focal": Loss(aploss.losses.FocalLoss, reference.focal_loss),
+    "focal": Loss(aploss.losses.FocalLoss, other_losses.focal_loss),
     "ce-ohem": Loss(aploss.losses.OHEMCrossEntropy, of_columns, two_columns),
     "vfl": Loss(aploss.losses.VarifocalLoss, functools.partial(of_sigmoids, "vfl"), with_ious),
     "qfl": Loss(aploss.losses.QualityFocalLoss, functools.partial(of_sigmoids, "qfl"), with_ious),
@@ -106,7 +107,7 @@ LOSSES = {
     "ia-bce": Loss(aploss.losses.IoUAwareBCELoss, functools.partial(of_sigmoids, "ia-bce"), with_ious),
     "iou-ap": Loss(aploss.losses.IoUAPLoss, of_quantiles, with_ious),
     "smooth-ap": Loss(aploss.losses.SmoothAPLoss, reference.smooth_ap_loss),
-    "hinge-ap": Loss(aploss.losses.HingeAPLoss, reference.hinge_ap_loss),
+    "hinge-ap": Loss(aploss.losses.HingeAPLoss, other_losses.hinge_ap_loss),
 }
 RANKING = ("ap", "auc", "rank-sort", "alrp", "iou-ap")
 OF_TORCH = ("focal", "ce-ohem", *SIGMOIDS)  # made of torch's own operations

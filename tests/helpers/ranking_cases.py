@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import other_losses
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -189,9 +190,9 @@ def _mean_over_thresholds(case: Case) -> tuple[list[Tensor], list[Tensor]]:
 
 def _reference(case: Case, scores: Tensor, targets: Tensor, boxes: Tensor, weights: Tensor | None) -> tuple[Any, Any]:
     if case.loss == "alrp":
-        results = reference.alrp_loss(scores, targets, boxes, case.delta, weights)
+        results = other_losses.alrp_loss(scores, targets, boxes, case.delta, weights)
     elif case.loss == "rank-sort":
-        results = reference.rank_sort_loss(scores, targets, case.delta, weights)
+        results = other_losses.rank_sort_loss(scores, targets, case.delta, weights)
     elif case.loss == "auc":
         results = reference.auc_loss(scores, targets, case.delta, weights)
     else:

@@ -1,5 +1,6 @@
 """aLRP against the literal version, alone and over processes."""
 
+import other_losses
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def test_the_error_never_exceeds_one_where_no_box_loss_does():
 
 def test_each_part_has_its_own_weight():
     scores, targets, box_losses = random_boxes()
-    _, _, on_scores, on_boxes = reference.alrp_loss(scores, targets, box_losses)
+    _, _, on_scores, on_boxes = other_losses.alrp_loss(scores, targets, box_losses)
     scores.requires_grad_()
     box_losses.requires_grad_()
     loss = alrp_loss(scores, targets, box_losses)
@@ -52,7 +53,7 @@ def test_gradients_flow_into_what_the_box_losses_came_from():
     scores, targets, box_losses = random_boxes(torch.float64)
     boxes = box_losses.clone().requires_grad_()
     alrp_loss(scores, targets, boxes**2).localisation.backward()
-    _, _, _, on_boxes = reference.alrp_loss(scores, targets, box_losses.double() ** 2)
+    _, _, _, on_boxes = other_losses.alrp_loss(scores, targets, box_losses.double() ** 2)
     assert torch.allclose(boxes.grad, on_boxes * 2 * box_losses.double(), rtol=0, atol=1e-12)
 
 
@@ -87,7 +88,7 @@ def test_processes_rank_their_parts_as_one_batch():
     sizes = [100, 200]
     results = run_group(len(sizes), _rank_part_of_a_batch, sizes)
     scores, targets, box_losses = random_boxes()
-    classification, localisation, on_scores, on_boxes = reference.alrp_loss(scores, targets, box_losses)
+    classification, localisation, on_scores, on_boxes = other_losses.alrp_loss(scores, targets, box_losses)
     for losses, *_ in results:
         assert losses == pytest.approx([classification.item(), localisation.item()], abs=1e-12)
     on_all_scores, on_all_boxes = (torch.cat([result[place] for result in results]) for place in (1, 2))

@@ -1,18 +1,18 @@
 """Rank & Sort against the literal version, alone and over processes."""
 
+import other_losses
 import pytest
 import torch
 import torch.distributed as dist
 from processes import run_group
 from ranking_cases import random_boxes
 
-from aploss.losses import reference
 from aploss.losses.rank_sort_loss import RankSortLoss, rank_sort_loss
 
 
 def test_each_part_has_its_own_weight():
     scores, targets = random_boxes()
-    _, _, on_ranking, on_sorting = reference.rank_sort_loss(scores, targets)
+    _, _, on_ranking, on_sorting = other_losses.rank_sort_loss(scores, targets)
     scores.requires_grad_()
     loss = rank_sort_loss(scores, targets)
     (2 * loss.ranking + 5 * loss.sorting).backward()
@@ -51,7 +51,7 @@ def test_processes_rank_their_parts_as_one_batch():
     sizes = [120, 180]
     results = run_group(len(sizes), _rank_part_of_a_batch, sizes)
     scores, targets = (part.flatten() for part in random_boxes())
-    ranking, sorting, on_ranking, on_sorting = reference.rank_sort_loss(scores, targets)
+    ranking, sorting, on_ranking, on_sorting = other_losses.rank_sort_loss(scores, targets)
     gradient = torch.cat([gradient for _, gradient in results])
     for losses, _ in results:
         assert losses == pytest.approx([ranking.item(), sorting.item()], abs=1e-12)

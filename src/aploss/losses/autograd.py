@@ -18,15 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .checks import (
-    REAL_DTYPES,
-    check_delta,
-    check_distributed,
-    check_non_finite,
-    check_tensors,
-    check_transforms,
-    loss_dtype,
-)
+from .checks import REAL_DTYPES, check_distributed, check_ranking_options, check_tensors, check_transforms, loss_dtype
 from .ranking.engine import Options, rank_scores, resolve_group
 from .ranking.rules import Rule
 from .traits import LossModule
@@ -211,8 +203,7 @@ class RankingLoss(LossModule):
         weights: Tensor | Sequence[float] | None = None,
         non_finite: NonFinite = "raise",
     ) -> None:
-        check_delta(delta)
-        check_non_finite(non_finite)
+        check_ranking_options(delta, non_finite)
         values = None if weights is None else torch.as_tensor(weights, dtype=torch.get_default_dtype())
         super().__init__(delta=delta, process_group=process_group, groups=groups, weights=values, non_finite=non_finite)
 

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 
-class NonFiniteScoresError(ValueError):
+class _InvalidValueError(ValueError):
+    def __init__(self, message: str, *, value: float | None = None, index: int | None = None) -> None:
+        super().__init__(message)
+        self.value, self.index = value, index
+
+
+class NonFiniteScoresError(_InvalidValueError):
     """A score that takes part in the loss is NaN or infinite.
 
     Attributes:
@@ -23,13 +29,8 @@ class NonFiniteScoresError(ValueError):
         nan 1
     """
 
-    def __init__(self, message: str, *, value: float | None = None, index: int | None = None) -> None:
-        super().__init__(message)
-        self.value = value
-        self.index = index
 
-
-class InvalidTargetError(ValueError):
+class InvalidTargetError(_InvalidValueError):
     """A target is neither positive, negative nor ignored.
 
     Attributes:
@@ -44,11 +45,6 @@ class InvalidTargetError(ValueError):
         ...     print(error.value, error.index)
         255 1
     """
-
-    def __init__(self, message: str, *, value: float, index: int) -> None:
-        super().__init__(message)
-        self.value = value
-        self.index = index
 
 
 class OtherProcessError(ValueError):
@@ -110,14 +106,10 @@ def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
 MIN_DELTA = 1e-6  # below, a float32 score and its neighbour may lie on both sides of a ramp
 
 
-def check_delta(delta: float) -> None:
-    """Raises ValueError unless delta is 0 or at least ``MIN_DELTA``."""
-    if not (math.isfinite(delta) and (delta == 0 or delta >= MIN_DELTA)):
+def check_ranking_options(delta: float, non_finite: str) -> None:
+    """Raises ValueError unless delta is 0 or at least ``MIN_DELTA``, and non_finite ``"raise"`` or ``"nan"``."""
+    if not (delta == 0 or MIN_DELTA <= delta < math.inf):
         raise ValueError(f"delta must be 0 (the Heaviside step) or a finite number >= {MIN_DELTA}, got {delta}")
-
-
-def check_non_finite(non_finite: str) -> None:
-    """Raises ValueError unless it is ``"raise"`` or ``"nan"``."""
     if non_finite not in ("raise", "nan"):
         raise ValueError(f"non_finite must be 'raise' or 'nan', got {non_finite!r}")
 

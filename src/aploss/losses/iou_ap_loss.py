@@ -119,9 +119,3 @@ class IoUAPLoss(RankingLoss):
     ) -> None:
         super().__init__(delta, process_group, groups, weights, non_finite)
         self._keep(thresholds=_checked(thresholds), interpolated=interpolated)
-
-    def forward(
-        self, scores: Tensor, qualities: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
-    ) -> Any:
-        """See :func:`iou_ap_loss`."""
-        return super().forward(scores, qualities, groups, weights)

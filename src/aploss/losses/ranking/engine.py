@@ -27,8 +27,7 @@ from ..checks import (
     OtherProcessError,
     broadcast_groups,
     check_box_losses,
-    check_delta,
-    check_non_finite,
+    check_ranking_options,
     check_scores_and_targets,
     check_weights,
     comparable_targets,
@@ -210,8 +209,7 @@ def _constant(problem: Problem, constant: float) -> tuple[Tensors, Tensors]:
 def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None) -> Problem:
     """Validates the arguments and flattens them."""
     check_scores_and_targets(scores, targets)
-    check_delta(options.delta)
-    check_non_finite(options.non_finite)
+    check_ranking_options(options.delta, options.non_finite)
     groups = None if options.groups is None else broadcast_groups(options.groups, scores)
     weights = None if options.weights is None else check_weights(options.weights, scores)
     if box_losses is not None:
@@ -319,7 +317,7 @@ def _rank_together(
         _raise_invalid(problem, found.status, options.non_finite)
         own = (found.status.positives, found.status.bad_scores)
     except ValueError as error:
-        kinds = {NonFiniteScoresError: "score", InvalidTargetError: "target"}
+        kinds: dict[type, str] = {NonFiniteScoresError: "score", InvalidTargetError: "target"}
         mistake, cause = error, kinds.get(type(error), "arguments")
     message = torch.tensor([*own, _CAUSES.index(cause)], device=_device_of(group))
     counts, bad_scores, causes = _all_gather(message, group).T.tolist()
@@ -396,8 +394,7 @@ def _select_backend(problem: Problem) -> TorchBackend:
     """The backend chosen by hand, or the best one for the device of the scores."""
     chosen = _chosen or _chosen_by_environment()
     if problem.scores.is_cpu and chosen in (None, "cpu"):
-        numba = _numba_module()
-        return TorchBackend() if numba is None else numba.NumbaBackend()
+        return _cpu_backend()
     if chosen == "triton" or (chosen is None and problem.scores.is_cuda):
         from . import triton
 
@@ -418,14 +415,14 @@ def _chosen_by_environment() -> str | None:
 
 
 @cache
-def _numba_module() -> Any:
-    """The module of the CPU backend, or None without numba."""
+def _cpu_backend() -> TorchBackend:
+    """The CPU backend, or the torch backend without numba."""
     try:
-        from . import numba_backend  # numba takes a while to import
+        from .numba_backend import NumbaBackend  # numba takes a while to import
     except ImportError as error:
         warnings.warn(
             f"the ranking losses are several times slower without numba ({error}); install it with: pip install numba",
             stacklevel=_caller_stacklevel(),
         )
-        return None
-    return numba_backend
+        return TorchBackend()
+    return NumbaBackend()

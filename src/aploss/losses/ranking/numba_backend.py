@@ -327,34 +327,39 @@ place_edges, fill_tables, tally_negatives, sum_steps, cut_line, write_gradient =
 
 
 @Kernel
-def loss_and_gradient(
-    scores, negative, groups, values, index, order, delta, unit, ratio, negatives, table, rows, sums, tallies, out
-):
+def loss_and_gradient(scores, negative, values, index, order, delta, cells, unit, ratio, negatives, out):
     """All of it in one call, for one thread and one group; ``out`` gets the gradient unless it is empty.
 
     Args:
-        values, index: of the positives, which ``order`` sorts.
+        values, index: of the positives at first, which ``order`` sorts.
+        cells: of the lookup table.
         ratio: see ``_apply_ratio``.
         negatives: their number.
     """
-    size, count, dtype = len(tallies), len(values), scores.dtype
+    count, dtype, no_groups = len(order), scores.dtype, np.empty(0, np.int64)
+    inverse, f0, size = (0.5 / delta, 0.5, 2 * count + 2) if delta > 0 else (0.0, 1.0, count + 2)
     first_positive, first_row, first_cell = np.empty(2, np.int64), np.empty(2, np.int64), np.empty(2, np.int64)
     first_positive[0], first_row[0], first_cell[0] = 0, 0, 0
-    first_positive[1], first_row[1], first_cell[1] = count, size - 1, len(table)
-    positives, places = np.empty(count), np.empty(count, np.int64)
+    first_positive[1], first_row[1], first_cell[1] = count, size - 1, cells
+    positives, places, sums = np.empty(count), np.empty(count, np.int64), np.empty((2, count))
     for i in range(count):
         positives[i], places[i] = values[order[i]], index[order[i]]
-    inverse, f0 = (0.5 / delta, 0.5) if delta > 0 else (0.0, 1.0)
+        sums[0, i] = sums[1, i] = 1.0
+    table, tallies = np.empty(cells, np.uint32), np.empty((size, 2), np.int64)
+    for cell in range(cells):
+        table[cell] = 0
+    for row in range(size):
+        tallies[row, 0] = tallies[row, 1] = 0
     edges, gaps, lengths, ramps = np.empty(size, dtype), np.empty(size), np.empty(size), np.empty(size)
     starts, ends, own_rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     low, scale, last = np.empty(1, dtype), np.empty(1, dtype), np.empty(1, dtype)
-    shares, own = np.empty(count), np.empty(count)
+    shares, own, rows = np.empty(count), np.empty(count), np.empty(len(scores), np.uint32)
     _place_edges(
         positives, delta, first_positive, first_row, edges, gaps, lengths, ramps, starts, ends, own_rows, shares
     )
     _fill_tables(edges, first_row, first_cell, table, low, scale, last)
     _tally_negatives(
-        scores, 0, len(scores), negative, groups, edges, inverse,
+        scores, 0, len(scores), negative, no_groups, edges, inverse,
         first_cell, table, low, scale, last, unit, rows, tallies,
     )  # fmt: skip
     share_of_unit = 1.0 / unit if delta > 0 else 0.0
@@ -454,14 +459,11 @@ class NumbaBackend(TorchBackend):
         flat, negative, index, values, status = _find(problem)
         if status.positives == 0 or status.bad_targets or status.bad_scores:
             return None
-        size, count, order = len(flat), status.positives, values.argsort()
-        num_rows = count * (2 if problem.delta > 0 else 1) + 1
-        num_cells = _cells_per_row(size, num_rows) * num_rows + 2
+        size, num_rows = len(flat), status.positives * (2 if problem.delta > 0 else 1) + 1
+        cells, unit = _cells_per_row(size, num_rows) * num_rows + 2, _fixed_point_unit(size)
         out = np.empty(size if needs_gradient else 0, flat.dtype)
-        options = (problem.delta, _fixed_point_unit(size), _ratio_of(rule.error, rule.monotone), status.negatives)
-        table, rows = np.zeros(num_cells, np.uint32), np.empty(size, np.uint32)
-        rest = (table, rows, np.ones((2, count)), np.zeros((num_rows + 1, 2), np.int64), out)
-        loss = loss_and_gradient(flat, negative, _NO_GROUPS, values, index, order, *options, *rest)
+        options = (problem.delta, cells, unit, _ratio_of(rule.error, rule.monotone), status.negatives)
+        loss = loss_and_gradient(flat, negative, values, index, values.argsort(), *options, out)
         value = torch.scalar_tensor(loss, dtype=problem.dtype)
         return (value,), (torch.from_numpy(out),) if needs_gradient else ()
 

@@ -395,8 +395,9 @@ def add_thresholds(backend: TorchBackend, problem: Problem, positives: Positives
         for name, values in positives.columns().items()
     }
     qualities, thresholds = columns["qualities"], problem.thresholds
+    groups = columns.get("groups", torch.zeros_like(columns["index"]))
     if isinstance(thresholds, int):  # half of the measure at threshold 0, where every positive counts
-        members = _above_quantiles(qualities, columns["classes"], columns.get("groups"), thresholds)
+        members = _above_quantiles(qualities, columns["classes"], groups, thresholds)
         members = torch.cat([torch.ones_like(members[:1]), members])
         measure = qualities.new_full((thresholds + 1, 1), 0.5 / thresholds)
         measure[0] = 0.5
@@ -407,23 +408,20 @@ def add_thresholds(backend: TorchBackend, problem: Problem, positives: Positives
         members = qualities >= levels.double()
         measure = qualities.new_full(levels.shape, 1 / len(thresholds))
     members = members.double()
-    shares = measure * _share_of_means(members, columns.get("weights"), columns.get("groups"))
+    shares = measure * _share_of_means(members, columns.get("weights"), groups)
     added = backend.from_tensors({**columns, "members": members, "shares": shares})
     return replace(positives, members=added.members, shares=added.shares)
 
 
-def _above_quantiles(qualities: Tensor, classes: Tensor, groups: Tensor | None, count: int) -> Tensor:
+def _above_quantiles(qualities: Tensor, classes: Tensor, groups: Tensor, count: int) -> Tensor:
     """Which positives reach the k-th of ``count`` quantiles within their class and group, bool [count, P].
 
     The k-th quantile leaves at least the fraction 1 - k / (count + 1) of the positives of each class.
     """
     order = qualities.argsort(stable=True)
-    order = order[classes[order].argsort(stable=True)]
-    if groups is not None:
-        order = order[groups[order].argsort(stable=True)]
-    is_new = classes[order].diff() != 0
-    if groups is not None:
-        is_new |= groups[order].diff() != 0
+    for numbers in (classes, groups):
+        order = order[numbers[order].argsort(stable=True)]
+    is_new = (classes[order].diff() != 0) | (groups[order].diff() != 0)
     stratum = torch.nn.functional.pad(is_new.cumsum(0), (1, 0))  # numbers the pairs of group and class
     first, behind = (torch.searchsorted(stratum, stratum, right=right) for right in (False, True))
     levels = torch.arange(1, count + 1, device=order.device)[:, None]
@@ -433,23 +431,19 @@ def _above_quantiles(qualities: Tensor, classes: Tensor, groups: Tensor | None, 
     return members
 
 
-def _share_of_means(members: Tensor, weights: Tensor | None, groups: Tensor | None) -> Tensor:
+def _share_of_means(members: Tensor, weights: Tensor | None, groups: Tensor) -> Tensor:
     """The factor of each positive in the weighted mean over the members of its group, averaged over groups [T, P].
 
     Groups without members at a level do not count there.
     """
     values = members if weights is None else members * weights
-    if groups is None:
-        totals, num_groups = values.sum(1, keepdim=True), torch.ones_like(members[:, :1])
-    else:
-        first = torch.searchsorted(groups, groups)
-        behind = torch.searchsorted(groups, groups, right=True)
+    first, behind = (torch.searchsorted(groups, groups, right=right) for right in (False, True))
 
-        def sums(of_positives: Tensor) -> Tensor:
-            cumulative = torch.nn.functional.pad(of_positives.cumsum(1), (1, 0))
-            return cumulative[:, behind] - cumulative[:, first]
+    def sums(of_positives: Tensor) -> Tensor:
+        # With one more row: on a single one CUDA adds up in an order that changes from run to run.
+        cumulative = torch.nn.functional.pad(of_positives, (1, 0, 0, 1)).cumsum(1)[:-1]
+        return cumulative[:, behind] - cumulative[:, first]
 
-        totals = sums(values)
-        is_first = first == torch.arange(len(first), device=first.device)
-        num_groups = ((sums(members) > 0) & is_first).sum(1, keepdim=True).clamp(min=1)
+    totals, is_first = sums(values), first == torch.arange(len(first), device=first.device)
+    num_groups = ((sums(members) > 0) & is_first).sum(1, keepdim=True).clamp(min=1)
     return values / (totals + (totals == 0)) / num_groups

@@ -82,21 +82,21 @@ class TritonBackend(TorchBackend):
     def __init__(self, block: int = BLOCK) -> None:
         self._block = block
 
-    def launch(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Starts a kernel on the GPU of the first argument, whichever is the current one.
+    def launch(self, kernel: Any, size: int, *args: Any, **options: Any) -> None:
+        """Starts a kernel for ``size`` scores on the GPU of the first argument, whichever is the current one.
 
         Products and sums are not fused: compilers would round them differently.
         """
         device = args[0].device
         with torch.cuda.device(device) if torch.cuda.device_count() > 1 else nullcontext():
-            kernel[(programs,)](*args, **options, enable_fp_fusion=False)
+            kernel[(-(-size // self._block),)](*args, **options, enable_fp_fusion=False)
 
     def find(self, problem: Problem) -> Found:
         scores, size = problem.scores, problem.scores.numel()
         counts = torch.zeros(4, dtype=torch.int64, device=scores.device)
         bits = torch.empty(-(-size // 32), dtype=torch.int32, device=scores.device)
         self.launch(
-            kernels.check_and_pack, _blocks(size, self._block),
+            kernels.check_and_pack, size,
             problem.targets, scores, bits, counts,
             size, SOFT=problem.rule.soft_targets, BLOCK=self._block, num_warps=8,
         )  # fmt: skip
@@ -115,7 +115,7 @@ class TritonBackend(TorchBackend):
         fixed = _fixed_point(size, rows + 1, problem.delta)
         packed = torch.zeros((fixed.copies, rows + 1), dtype=torch.int64, device=scores.device)
         self.launch(
-            kernels.tally_negatives, _blocks(size, self._block),
+            kernels.tally_negatives, size,
             scores, found.negative_bits, found.tree, segments.edges, packed,
             size, rows, fixed.copies, fixed.field_bits, 2 * problem.delta, fixed.units_per_score,
             HEAVISIDE=problem.delta == 0, BLOCK=self._block, CHUNK=CHUNK,
@@ -132,7 +132,7 @@ class TritonBackend(TorchBackend):
         table = torch.stack([rounded, edges, slope.float(), (height - rounded).float()], dim=1)
         gradient = torch.empty_like(scores, dtype=torch.float32)
         self.launch(
-            kernels.evaluate_gradient, _blocks(size, self._block),
+            kernels.evaluate_gradient, size,
             scores, found.negative_bits, found.tree, table, gradient,
             size, len(edges), 2 * problem.delta, HEAVISIDE=problem.delta == 0, BLOCK=self._block,
         )  # fmt: skip
@@ -174,10 +174,6 @@ def _search_tree(edges: Tensor) -> Tensor:
     lowest_bit = place & -place
     tree = torch.full((size,), torch.inf, device=edges.device)
     return tree.scatter_(0, (size + place) // (2 * lowest_bit), edges)
-
-
-def _blocks(size: int, block: int) -> int:
-    return max(1, -(-size // block))
 
 
 # ---- Verification --------------------------------------------------------------------------------
