@@ -32,7 +32,7 @@ from .torch_backend import Found, Positives, Problem, Ranks, Reduce, Status, Tor
 SCORE_DTYPES, TARGET_DTYPES = (torch.float32, torch.float64), (torch.float32, torch.float64, torch.int64)
 BLOCK = 256
 MIN_SCORES_PER_THREAD = 1 << 16
-MAX_CELLS_PER_ROW = 16  # of the lookup table: most cells then hold no edge, or one
+MAX_CELLS_PER_ROW = 48  # of the lookup table: most cells then hold no edge, or one
 MAX_CELLS = 1 << 24  # of a group's table: whole numbers up to here are exact in float32
 MAX_STEPS = 8  # from a cell to the row of a score, one row at a time; a search by halving leaves no more
 _NO_GROUPS = np.empty(0, np.int64)
@@ -222,15 +222,17 @@ def _tally_negatives(
                 rows[n] = first_cell[g] + _cell(scores[n], low[g], scale[g], last[g])
         for n in range(block, block_stop):
             cell, score = np.uint64(rows[n]), scores[n] if negative[n] else lowest
-            row, highest = np.uint64(table[cell]), np.uint64(table[cell + np.uint64(1)])
-            while highest > row + np.uint64(MAX_STEPS):
-                middle = (row + highest) >> np.uint64(1)
-                if edges[middle] <= score:
-                    row = middle
-                else:
-                    highest = middle
-            while edges[row + np.uint64(1)] <= score:
-                row += np.uint64(1)
+            row = np.uint64(table[cell])
+            if edges[row + np.uint64(1)] <= score:  # most cells hold no edge
+                highest = np.uint64(table[cell + np.uint64(1)])
+                while highest > row + np.uint64(MAX_STEPS):
+                    middle = (row + highest) >> np.uint64(1)
+                    if edges[middle] <= score:
+                        row = middle
+                    else:
+                        highest = middle
+                while edges[row + np.uint64(1)] <= score:
+                    row += np.uint64(1)
             row = row if negative[n] else outside
             distance = score - edges[row]  # -inf below all edges
             share = (distance if distance > 0 else 0.0) * inverse
@@ -547,7 +549,7 @@ def _cut_axis(scores: Any, first_positive: Any, delta: float, dtype: Any) -> Axi
 
 def _cells_per_row(size: int, num_rows: int) -> int:
     """How fine the lookup tables are: most cells hold no edge, or one."""
-    return min(max(size // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
+    return min(max(size // (4 * num_rows), 3), MAX_CELLS_PER_ROW)
 
 
 def _make_tables(axis: Axis, size: int) -> tuple[Any, ...]:
@@ -573,8 +575,6 @@ def _negatives_and_weights(axis: Axis, tallies: Any, weights: Any) -> tuple[Any,
     """The number of negatives ranked with each positive, and its weight in the mean [P]."""
     num_groups, sizes = len(axis.first_row) - 1, np.diff(axis.first_positive)
     negatives = np.add.reduceat(tallies[:-1, 0], axis.first_row[:-1])
-    if num_groups == 1 and weights is None:
-        return negatives, np.full(sizes[0], 1 / sizes[0])
     group = np.repeat(np.arange(num_groups), sizes)
     weights = np.ones(len(group)) if weights is None else weights
     totals = np.bincount(group, weights)
