@@ -80,7 +80,7 @@ def test_without_network_one_line_says_which_file_to_place_where(hub: Path) -> N
 def test_every_named_weight_exists_in_torchvision() -> None:
     names = [name for _, config in DETECTORS.items() for name in config.named_weights.items()]
     assert {kind for kind, _ in names} == {"imagenet", "coco"}
-    assert len(names) == 11
+    assert len(names) == 10
     for _, name in names:
         assert get_weight(name).url.startswith("https://")
 

@@ -1,8 +1,7 @@
-"""A simulated GPU: what code would launch, read back and upload on a GPU, on a machine without one.
+"""A simulated GPU: what code would read back from and upload to a GPU, on a machine without one.
 
 Tensors on this device report ``cuda:0`` and hold their numbers on the CPU. Two modes of torch see every operation on
-them, count the kernels that it launches on a real GPU and the bytes that these read and write, and log, with file and
-line of the package:
+them, and log, with file and line of the package:
 
 - host reads: ``item``, ``tolist``, ``bool``, ``nonzero``, masks as index, copies to the CPU. Each waits until the GPU
   has finished all queued work;
@@ -18,7 +17,6 @@ Autograd works as usual::
 It cannot show how long kernels take on a real GPU, or whether they race.
 """
 
-import math
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,23 +37,6 @@ DEVICE = torch.device("cuda", 0)
 _INSIDE = torch.device("meta")
 _PACKAGE = str(Path(aploss.__file__).parent)
 
-# Number of kernels that an operation launches on CUDA according to its source, where it is not one.
-_LAUNCHES = {
-    "_local_scalar_dense": 0,
-    "bincount": 4,  # minimum, maximum, zeros, the histogram
-    "nonzero": 3,
-    "nonzero_static": 4,
-    "sort": 3,
-    "argsort": 3,
-    "topk": 3,
-    "unique_consecutive": 6,
-    "_unique2": 8,
-    "masked_select": 4,
-}
-_NO_KERNEL = {
-    "_reshape_alias", "_unsafe_view", "alias", "detach", "empty", "empty_like", "empty_strided",
-    "is_same_size", "lift_fresh", "new_empty", "new_empty_strided", "resize_", "set_",
-}  # fmt: skip
 # Operations whose result, or its size, the host must read from the GPU.
 _WAITING = {
     "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select",
@@ -71,12 +52,10 @@ class Transfer(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Transfers, launches and bytes moved of one pass."""
+    """Transfers of one pass."""
 
     host_reads: list[Transfer]
     uploads: list[Transfer]
-    launches: int
-    bytes: int
 
 
 class SimulatedTensor(Tensor):
@@ -128,13 +107,12 @@ class SimulatedGPU:
         return SimulatedTensor(values.detach().clone())
 
     def counts(self) -> Counts:
-        return Counts(self.host_reads, self.uploads, self.launches, self.bytes)
+        return Counts(self.host_reads, self.uploads)
 
     def forget(self) -> None:
         """Clears the log."""
         self.host_reads: list[Transfer] = []
         self.uploads: list[Transfer] = []
-        self.launches = self.bytes = 0
 
 
 class _DeviceArguments(TorchFunctionMode):
@@ -184,15 +162,10 @@ class _Operations(TorchDispatchMode):
         if not simulated and not on_gpu:
             return func(*args, **kwargs)
         if func.namespace not in ("aten", "prims", "prim"):
-            raise NotImplementedError(f"{func}: its launches are unknown")
+            raise NotImplementedError(f"{func}: its transfers are unknown")
 
-        copied = self._log_transfers(name, leaves, simulated, on_gpu)
+        self._log_transfers(name, leaves, simulated, on_gpu)
         result = func(*held_args, **held_kwargs)
-        inputs = [x for x in pytree.tree_leaves((held_args, held_kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        if not (copied or func.is_view or name in _NO_KERNEL):
-            self.gpu.launches += _LAUNCHES.get(name, 1)
-            self.gpu.bytes += _bytes_moved(name, inputs, outputs)
         if result is None:
             return None
         if name.endswith("_") and isinstance(leaves[0], Tensor):
@@ -201,14 +174,14 @@ class _Operations(TorchDispatchMode):
             return kwargs["out"]
         return pytree.tree_map_only(Tensor, SimulatedTensor, result) if on_gpu else result
 
-    def _log_transfers(self, name: str, leaves: list[Any], simulated: list[SimulatedTensor], on_gpu: bool) -> bool:
-        """Logs copies between host and device; returns whether the operation does nothing else."""
+    def _log_transfers(self, name: str, leaves: list[Any], simulated: list[SimulatedTensor], on_gpu: bool) -> None:
+        """Logs copies between host and device."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         on_host = [t for t in tensors if not isinstance(t, SimulatedTensor)]
         if (name == "_to_copy" and not (simulated and on_gpu)) or (name == "copy_" and on_host):
             is_read = simulated if name == "_to_copy" else tensors[0] is on_host[0]
             (self.gpu.host_reads if is_read else self.gpu.uploads).append(Transfer("copy", _where()))
-            return True
+            return
         masks = name in ("index", "index_put", "index_put_") and any(
             t.dtype in (torch.bool, torch.uint8) for t in tensors[1:2]
         )
@@ -218,7 +191,6 @@ class _Operations(TorchDispatchMode):
             if name not in ("index", "index_put", "index_put_"):
                 raise RuntimeError(f"{name}: tensors on the CPU and the GPU at {_where()}")
             self.gpu.uploads.append(Transfer(name, _where()))
-        return name == "_local_scalar_dense"
 
 
 def move(module: nn.Module, gpu: SimulatedGPU) -> None:
@@ -244,26 +216,6 @@ def measure(compute: Callable[..., Tensor], *tensors: Tensor) -> tuple[Counts, C
 
 def _inside(device: torch.device) -> torch.device:
     return _INSIDE if device.type == DEVICE.type else device
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Bytes that reading a tensor once moves; an expanded tensor holds less than its size."""
-    sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
-    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
-
-
-def _bytes_moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    read, written = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
-    if name in ("zero_", "fill_"):
-        return sum(written)
-    # Only indexed elements are read or changed; the ones of a small tensor once, after which they are cached.
-    if name in ("index", "index_select", "gather"):
-        return sum(read[1:]) + sum(written) + min(read[0], sum(written))
-    if name in ("index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"):
-        return sum(read[1:]) + 2 * min(read[0], read[-1])
-    if name in ("bincount", "nonzero"):  # passes of their own for the size of the result
-        return (3 if name == "bincount" else 2) * read[0] + sum(read[1:]) + sum(written)
-    return sum(read) + sum(written)
 
 
 def _where() -> str:

