@@ -16,6 +16,11 @@ from aploss.errors import RunError
 
 UNFINISHED = ".unfinished"
 MAX_YAML_CHARACTERS = 4 << 20
+MAX_YAML_DEPTH = 100
+OPENING = (
+    yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken,
+)  # fmt: skip
+CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 MAX_YAML_ALIASES = 10  # nested, they repeat their content at most 3^(10/3) = 39 times; one more level, and it explodes
 
 
@@ -95,15 +100,19 @@ def load_yaml(text: str) -> Any:
     if len(text) > MAX_YAML_CHARACTERS:
         raise ValueError(f"over {MAX_YAML_CHARACTERS >> 20} MB")
     try:
-        if sum(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)) > MAX_YAML_ALIASES:
-            raise ValueError(f"more than {MAX_YAML_ALIASES} aliases (*name); write their content in full")
+        aliases = depth = 0
+        for token in yaml.scan(text):
+            aliases += isinstance(token, yaml.AliasToken)
+            depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
+            if aliases > MAX_YAML_ALIASES:
+                raise ValueError(f"more than {MAX_YAML_ALIASES} aliases (*name); write their content in full")
+            if depth > MAX_YAML_DEPTH:  # the time to parse grows with its square
+                raise ValueError("nested too deeply")
         loader = yaml.SafeLoader(text)
         loader.deep_construct = True  # refuses an alias inside the content that it stands for
         return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def remove_unfinished(folder: Path) -> None:
