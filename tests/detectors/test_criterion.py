@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +277,9 @@ def test_copy_of_a_criterion_belongs_to_the_same_processes(tmp_path: Path) -> No
     try:
         criterion = make_criterion("ap")
         criterion.set_process_group(dist.group.WORLD)
-        twin = copy.deepcopy(criterion)
+        twin, sent = copy.deepcopy(criterion), pickle.loads(pickle.dumps(criterion))
         assert twin.process_group is criterion.process_group is twin.loss.process_group
+        assert sent.process_group is criterion.process_group
         assert twin.loss is not criterion.loss
         anchors, targets, logits, deltas = random_batch(seed=12)
         wanted = make_criterion("ap")(logits, deltas, anchors, targets)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.ops import box_convert, generalized_box_iou
 
@@ -257,18 +258,15 @@ def test_only_the_loss_of_this_model_changes_and_none_restores_it(family: str) -
     assert torch.equal(step(model, images, labels).loss, expected.loss)
 
 
-class _ProcessGroup:
-    """Cannot be copied, like a process group of torch."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError
-
-
-def test_copies_share_the_process_group_of_a_loss() -> None:
-    model = use_loss(make_model("yolos"), APLoss(process_group=_ProcessGroup()))
-    twin = copy.deepcopy(model)
-    assert twin.loss_function.loss is not model.loss_function.loss
-    assert twin.loss_function.loss.process_group is model.loss_function.loss.process_group
+def test_copies_share_the_process_group_of_a_loss(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = use_loss(make_model("yolos"), APLoss(process_group=dist.group.WORLD))
+        twin = copy.deepcopy(model)
+        assert twin.loss_function.loss is not model.loss_function.loss
+        assert twin.loss_function.loss.process_group is model.loss_function.loss.process_group
+    finally:
+        dist.destroy_process_group()
 
 
 def test_copies_and_pickles_have_the_loss_and_files_do_not(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The training loss of a detector: a classification loss by name, combined with a box loss."""
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -220,15 +219,6 @@ class Criterion(nn.Module):
         self.process_group = process_group
         if self.rank_over != "image" and traits_of(self.loss).ranks_across_processes:
             self.loss.process_group = process_group  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Criterion":
-        """A copy, such as an EMA model, shares the process group, which cannot be copied."""
-        if self.process_group is not None:
-            memo[id(self.process_group)] = self.process_group
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
 
     def forward(
         self,

@@ -96,9 +96,7 @@ class _SwappedLoss:
     class_factor: float = 1.0  # for configurations without a weight of the classification term
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SwappedLoss":
-        """A copy, such as an EMA model, shares the process group, which cannot be copied."""
-        if (group := getattr(self.loss, "process_group", None)) is not None:
-            memo[id(group)] = group
+        """A copy has a loss of its own, and shares the original function."""
         return replace(self, loss=copy.deepcopy(self.loss, memo))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the matching needs SciPy anyway

@@ -12,7 +12,6 @@ import numba
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _log = logging.getLogger("aploss.losses")
-_is_announced = False
 
 
 class Kernel:
@@ -21,6 +20,8 @@ class Kernel:
     A cache that cannot be read or written (full, damaged, of another user) is not used. Most of the time to compile is
     spent on NumPy functions and on functions that call others, so kernels are plain loops over arrays they are given.
     """
+
+    is_announced = False  # whether the notice of the first compilation in this process has been logged
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.is_first_call = function, True
@@ -41,24 +42,18 @@ class Kernel:
             result = self.compiled(*arguments)
         if self.is_first_call:
             self.is_first_call = False
-            if self.compiled.stats.cache_misses or not self.cached:
-                _log_compilation(time.perf_counter() - start)
+            if not Kernel.is_announced and (self.compiled.stats.cache_misses or not self.cached):
+                Kernel.is_announced = True
+                _log.warning(
+                    "compiling the ranking losses for this processor, about %.0f seconds; later runs load them from a "
+                    "cache",
+                    max(1, 4 * (time.perf_counter() - start)),  # the first kernel takes a fifth of the time of all
+                )
         return result
 
     def _disable_cache(self, error: Exception) -> None:
         self.compiled, self.cached = numba.njit(**OPTIONS)(self.function), False
         _warn_about_cache(f"{type(error).__name__}: {error}")
-
-
-def _log_compilation(seconds: float) -> None:
-    """Logs, after the first kernel of the process, how long the others will take; the first is a fifth of them all."""
-    global _is_announced
-    if not _is_announced:
-        _is_announced = True
-        _log.warning(
-            "compiling the ranking losses for this processor, about %.0f seconds; later runs load them from a cache",
-            max(1, 4 * seconds),
-        )
 
 
 @cache

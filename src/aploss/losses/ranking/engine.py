@@ -8,6 +8,7 @@ per segment: O(P) numbers in three messages; the N scores never do. Every proces
 without positives and one with invalid input: then all of them raise, and none is left waiting.
 """
 
+import copyreg
 import os
 import sys
 import warnings
@@ -385,6 +386,10 @@ def resolve_group(name: str) -> Any:
     """The process group of a name, for operators in compiled graphs; None for ""."""
     # The way torch's own functional collectives get from a name back to its group.
     return getattr(dist.distributed_c10d, "_resolve_process_group")(name) if name else None  # noqa: B009
+
+
+if dist.is_available():  # a module that holds a group can be copied, as by an EMA, and pickled
+    copyreg.pickle(dist.ProcessGroup, lambda group: (resolve_group, (group.group_name,)))
 
 
 # ---- Backends ------------------------------------------------------------------------------------
