@@ -29,8 +29,8 @@ from .compiled import OPTIONS, Kernel
 from .rules import Ratio
 from .torch_backend import Found, Positives, Problem, Ranks, Reduce, Status, TorchBackend
 
-SCORE_DTYPES, TARGET_DTYPES = (torch.float32, torch.float64), (torch.float32, torch.float64, torch.int64)
-BLOCK = 256
+NATIVE_SCORES, NATIVE_TARGETS = (torch.float32, torch.float64), (torch.float32, torch.float64, torch.int64)
+CACHED_BLOCK = 256
 MIN_SCORES_PER_THREAD = 1 << 16
 MAX_CELLS_PER_ROW = 48  # of the lookup table: most cells then hold no edge, or one
 MAX_CELLS = 1 << 24  # of a group's table: whole numbers up to here are exact in float32
@@ -88,7 +88,7 @@ def find_positives(targets, scores, soft, negative, index, values):
         The number of positives, of negatives, of invalid targets and of invalid scores.
     """
     found, negatives, bad_targets, bad_scores = np.uint64(0), len(targets), 0, 0
-    size, step = np.uint64(len(targets)), np.uint64(BLOCK)
+    size, step = np.uint64(len(targets)), np.uint64(CACHED_BLOCK)
     for block in range(np.uint64(0), size, step):
         stop = block + step if block + step < size else size
         others, infinite = False, False
@@ -198,7 +198,7 @@ def _cell(score, low, scale, last):
 
 
 @_inside
-def _tally_negatives(
+def _tally_scores(
     scores, start, stop, negative, groups, edges, inverse, first_cell, table, low, scale, last, unit, rows, tallies
 ):
     """Counts the negatives of each row, and adds up their distances to its edge.
@@ -211,8 +211,8 @@ def _tally_negatives(
         tallies: numbers and sums are added to it [R + 1, 2]; the last row is for scores that are not negatives.
     """
     outside, size, lowest = np.uint64(len(edges) - 1), np.uint64(stop), -edges[len(edges) - 1]
-    for block in range(np.uint64(start), size, np.uint64(BLOCK)):
-        block_stop = block + np.uint64(BLOCK) if block + np.uint64(BLOCK) < size else size
+    for block in range(np.uint64(start), size, np.uint64(CACHED_BLOCK)):
+        block_stop = block + np.uint64(CACHED_BLOCK) if block + np.uint64(CACHED_BLOCK) < size else size
         if len(groups) == 0:
             for n in range(block, block_stop):  # vectorised
                 rows[n] = _cell(scores[n], low[0], scale[0], last[0])
@@ -322,9 +322,9 @@ def _apply_ratio(ratio, negatives, sums, own):
     return loss
 
 
-place_edges, fill_tables, tally_negatives, sum_steps, cut_line, write_gradient = (
+place_edges, fill_tables, tally_scores, sum_steps, cut_line, write_gradient = (
     Kernel(function.py_func)
-    for function in (_place_edges, _fill_tables, _tally_negatives, _sum_steps, _cut_line, _write_gradient)
+    for function in (_place_edges, _fill_tables, _tally_scores, _sum_steps, _cut_line, _write_gradient)
 )
 
 
@@ -360,7 +360,7 @@ def loss_and_gradient(scores, negative, values, index, order, delta, cells, unit
         positives, delta, first_positive, first_row, edges, gaps, lengths, ramps, starts, ends, own_rows, shares
     )
     _fill_tables(edges, first_row, first_cell, table, low, scale, last)
-    _tally_negatives(
+    _tally_scores(
         scores, 0, len(scores), negative, no_groups, edges, inverse,
         first_cell, table, low, scale, last, unit, rows, tallies,
     )  # fmt: skip
@@ -417,8 +417,8 @@ def sort_pairs(positives, first_positive, deficits, weights, delta, gradient):
 def _find(problem: Problem) -> tuple[Any, Any, Any, Any, Status]:
     """The scores [N], and which of them are negatives; flat index and score of the positives [P]; their numbers."""
     scores, targets = problem.scores, problem.targets
-    flat = (scores if scores.dtype in SCORE_DTYPES else scores.to(torch.float32)).numpy()
-    marks, size = (targets if targets.dtype in TARGET_DTYPES else targets.to(torch.float32)).numpy(), len(flat)
+    flat = (scores if scores.dtype in NATIVE_SCORES else scores.to(torch.float32)).numpy()
+    marks, size = (targets if targets.dtype in NATIVE_TARGETS else targets.to(torch.float32)).numpy(), len(flat)
     negative, index, values = np.empty(size, np.bool_), np.empty(size + 1, np.int64), np.empty(size + 1, flat.dtype)
     status = Status(*find_positives(marks, flat, problem.rule.soft_targets, negative, index, values))
     return flat, negative, index[: status.positives], values[: status.positives], status
@@ -436,7 +436,7 @@ def _fixed_point_unit(size: int) -> float:
 
 
 @dataclass(eq=False)
-class _Found(Found):
+class _CPUFound(Found):
     """The positives, this process's other scores, and how the positives cut the axis."""
 
     positive_scores: Any = None  # float64 [P]
@@ -473,7 +473,7 @@ class NumbaBackend(TorchBackend):
         scores, negative, index, values, status = _find(problem)
         boxes, weights = self.count_bad_others(problem)
         status = status._replace(bad_boxes=int(boxes), bad_weights=int(weights))
-        return _Found(status, index, values.astype(np.float64), scores, negative)
+        return _CPUFound(status, index, values.astype(np.float64), scores, negative)
 
     def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
         columns = {name: value.numpy() for name, value in given.items()}
@@ -488,7 +488,7 @@ class NumbaBackend(TorchBackend):
 
     def rank(self, problem: Problem, found: Any, positives: Positives, reduce: Reduce | None) -> Ranks:
         scores, size, unit = found.scores, len(found.scores), _fixed_point_unit(len(found.scores))
-        first_positive, groups = _number_groups(problem, found, positives)
+        first_positive, groups = _groups_of_scores(problem, found, positives)
         found.axis = axis = _cut_axis(positives.scores, first_positive, problem.delta, scores.dtype)
         tables = _make_tables(axis, size)
         found.rows = np.empty(size, np.uint32)
@@ -496,7 +496,7 @@ class NumbaBackend(TorchBackend):
         def tally_part(start: int, stop: int) -> Any:
             tallies = np.zeros((len(axis.edges), 2), np.int64)
             rest = (axis.inverse, *tables, unit, found.rows, tallies)
-            tally_negatives(scores, start, stop, found.negative, groups, axis.edges, *rest)
+            tally_scores(scores, start, stop, found.negative, groups, axis.edges, *rest)
             return tallies
 
         parts = _in_parts(size, tally_part)
@@ -581,7 +581,7 @@ def _negatives_and_weights(axis: Axis, tallies: Any, weights: Any) -> tuple[Any,
     return negatives[group], weights / np.where(totals > 0, totals, 1)[group] / num_groups
 
 
-def _number_groups(problem: Problem, found: Any, positives: Positives) -> tuple[Any, Any]:
+def _groups_of_scores(problem: Problem, found: Any, positives: Positives) -> tuple[Any, Any]:
     """The first positive of each group, and P [G + 1]; the group of each score [N] (empty without groups).
 
     Negatives of groups without positives are negatives no more.

@@ -62,7 +62,7 @@ def _runs_on(scores: Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class _Found(Found):
+class _GPUFound(Found):
     """The positives, this process's negatives, and how the positives cut the axis."""
 
     negative_bits: Tensor | None = None  # int32 [N / 32]
@@ -103,13 +103,13 @@ class TritonBackend(TorchBackend):
         others = torch.stack([count.to(torch.int64) for count in self.count_bad_others(problem)])
         status = self.read_status(torch.cat([counts, others]))
         index = torch.nonzero_static(self.positive_mask(problem), size=status.positives)[:, 0]
-        return _Found(status, index, bits)
+        return _GPUFound(status, index, bits)
 
     def read_status(self, counts: Tensor) -> Status:
         """The one thing that the host reads from the device."""
         return Status(*counts.tolist())
 
-    def tally_negatives(self, problem: Problem, found: _Found, segments: Segments) -> Tensor:
+    def tally_negatives(self, problem: Problem, found: _GPUFound, segments: Segments) -> Tensor:
         scores, size, rows = problem.scores, problem.scores.numel(), len(segments.edges)
         found.tree = _search_tree(segments.edges)
         fixed = _fixed_point(size, rows + 1, problem.delta)
@@ -124,7 +124,7 @@ class TritonBackend(TorchBackend):
         distances = (packed & ((1 << fixed.field_bits) - 1)).sum(0)
         return torch.stack([counts.double(), distances.double() * fixed.share_of_unit])
 
-    def evaluate(self, problem: Problem, found: _Found, lines: Tensor) -> Tensor:
+    def evaluate(self, problem: Problem, found: _GPUFound, lines: Tensor) -> Tensor:
         assert found.segments is not None
         scores, size, edges = problem.scores, problem.scores.numel(), found.segments.edges
         height, slope = lines[0], lines[1] / (2 * problem.delta or 1.0)
