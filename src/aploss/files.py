@@ -17,10 +17,10 @@ from aploss.errors import RunError
 UNFINISHED = ".unfinished"
 MAX_YAML_CHARACTERS = 4 << 20
 MAX_YAML_DEPTH = 100
-OPENING = (
+YAML_OPENING = (
     yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken,
 )  # fmt: skip
-CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+YAML_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 MAX_YAML_ALIASES = 10  # nested, they repeat their content at most 3^(10/3) = 39 times; one more level, and it explodes
 
 
@@ -103,7 +103,7 @@ def load_yaml(text: str) -> Any:
         aliases = depth = 0
         for token in yaml.scan(text):
             aliases += isinstance(token, yaml.AliasToken)
-            depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
+            depth += isinstance(token, YAML_OPENING) - isinstance(token, YAML_CLOSING)
             if aliases > MAX_YAML_ALIASES:
                 raise ValueError(f"more than {MAX_YAML_ALIASES} aliases (*name); write their content in full")
             if depth > MAX_YAML_DEPTH:  # the time to parse grows with its square

@@ -8,6 +8,8 @@ from torch import Tensor
 
 
 class _InvalidValueError(ValueError):
+    """Base class of the errors that say which value is wrong, and where."""
+
     def __init__(self, message: str, *, value: float | None = None, index: int | None = None) -> None:
         super().__init__(message)
         self.value, self.index = value, index
@@ -249,10 +251,7 @@ def _first(bad: Tensor) -> int:
 def check_distributed() -> None:
     """Raises ValueError if torch.distributed is not initialised."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ValueError(
-            "process_group was given, but torch.distributed is not initialised: "
-            "call torch.distributed.init_process_group() first"
-        )
+        raise ValueError("process_group needs torch.distributed: call torch.distributed.init_process_group() first")
 
 
 def check_transforms(*arguments: Any) -> None:

@@ -45,8 +45,7 @@ class Kernel:
             if not Kernel.is_announced and (self.compiled.stats.cache_misses or not self.cached):
                 Kernel.is_announced = True
                 _log.warning(
-                    "compiling the ranking losses for this processor, about %.0f seconds; later runs load them from a "
-                    "cache",
+                    "compiling the ranking losses for this processor, about %.0f seconds; cached for later runs",
                     max(1, 4 * (time.perf_counter() - start)),  # the first kernel takes a fifth of the time of all
                 )
         return result
